@@ -1,0 +1,232 @@
+"""Submit: steps are checked and encoded, then stored with their tickets.
+
+Everything that can be wrong with a call is found by `prepare`, before a connection is taken. What the database then
+does is one statement, or a COPY in a transaction above a size. Measured on two cores with inputs of 100 bytes, tickets
+included: 500 at once, 26k steps/s by the statement and 34k by COPY; 20,000 at once, 27k and 52k. Below a thousand the
+statement's single round trip is worth more than that, as the server is mostly not on the same machine.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+from typing import Any
+
+import msgspec
+import psycopg
+
+from . import codec, config, db, registry
+from . import wake as wake_ups
+from .errors import InvalidInputError, InvalidOptionError
+from .plan import Copy, Mark, Plan, Run
+
+log = logging.getLogger("cyclone")
+
+_COPY_FROM = 1_000
+_BLOCK = 500  # rows of a COPY that are sent at once
+_KNOWN = registry.ENQUEUE_OPTIONS
+_KNOWN_MANY = _KNOWN | {"method"}
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """Steps of one kind, ready to be stored: options checked, inputs encoded as JSON."""
+
+    kind: str
+    settings: registry.Settings
+    inputs: Sequence[bytes]
+    delay_s: float | None
+    scheduled_at: datetime | None
+    keep_for_s: float | None
+    copy: bool
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """The ids of what was stored, in the order of the inputs, and whether `wake` should follow the commit."""
+
+    ids: Sequence[str]
+    asleep: bool
+
+
+def prepare(
+    step: registry.Step[Any, Any],
+    inputs: Iterable[Any],
+    options: registry.EnqueueManyOptions,
+    *,
+    max_input_bytes: int,
+    in_tx: bool = False,
+) -> Batch:
+    """The batch of a call, without a look at the database. Raises InvalidOptionError or InvalidInputError."""
+    config.known("option", options, _KNOWN_MANY)
+    settings = registry.override(step.settings, options)
+    delay = options.get("delay")
+    at = options.get("scheduled_at")
+    keep_for = options.get("keep_for")
+    if delay is not None and at is not None:
+        raise InvalidOptionError("delay and scheduled_at exclude each other")
+    encoded = _encoded(step, inputs, max_input_bytes)
+    return Batch(
+        kind=step.name,
+        settings=settings,
+        inputs=encoded,
+        delay_s=None if delay is None else config.seconds("delay", delay, zero=True),
+        scheduled_at=None if at is None else config.instant("scheduled_at", at),
+        keep_for_s=None if keep_for is None else config.seconds("keep_for", keep_for),
+        copy=_copies(options.get("method", "auto"), len(encoded), in_tx),
+    )
+
+
+def _copies(method: object, count: int, in_tx: bool) -> bool:
+    if method not in ("auto", "insert", "copy"):
+        raise InvalidOptionError(f"method must be 'auto', 'insert' or 'copy', not {method!r}")
+    if method == "copy" and in_tx:
+        raise InvalidOptionError("method='copy' is not available in the caller's transaction")
+    return not in_tx and (method == "copy" or (method == "auto" and count > _COPY_FROM))
+
+
+def _encoded(step: registry.Step[Any, Any], inputs: Iterable[Any], max_bytes: int) -> list[bytes]:
+    encode, decode = step.input_codec.encode, step.input_codec.decode
+    found: list[bytes] = []
+    for value in inputs:
+        try:
+            data = encode(value)
+            # Encoders do not check: a value of another type, or a field of one, shows only when it is read back.
+            decode(data)
+        except (codec.EncodeError, codec.DecodeError) as exc:
+            raise InvalidInputError(f"input {len(found)} of step {step.name!r} cannot be taken: {exc}") from exc
+        if len(data) > max_bytes:
+            raise InvalidInputError(
+                f"input {len(found)} of step {step.name!r} takes {len(data)} bytes; max_input_bytes is {max_bytes}"
+            )
+        found.append(data)
+    return found
+
+
+class Quiet:
+    """Lets one submission notify and those that follow within a moment keep quiet, as the one who is woken looks once
+    more after that.
+
+    The database has the same rule for all producers together, but whoever asks it pays a round trip: of eight
+    submissions at a time, half asked, and were told to keep quiet (measured: 790 submits/s, against 1,520 with nobody
+    asleep).
+    """
+
+    __slots__ = ("_until",)
+
+    def __init__(self) -> None:
+        self._until = 0.0
+
+    def broken(self) -> bool:
+        """Whether to notify now; from then on it is quiet again."""
+        now = time.monotonic()
+        if now < self._until:
+            return False
+        self._until = now + wake_ups.QUIET_S
+        return True
+
+
+def enqueue(
+    statements: db.Statements, batch: Batch, *, quiet: Quiet | None = None, now: datetime | None = None
+) -> Plan[Sequence[str]]:
+    """Stores a batch and commits; then notifies those who sleep. Returns the ids in the order of the inputs."""
+    if batch.copy:
+        yield Mark.BEGIN
+        stored = yield from _store_by_copy(statements, batch, now)
+    else:
+        stored = yield from store(statements, batch, notify=False, now=now)
+    yield Mark.COMMIT
+    if stored.asleep and (quiet is None or quiet.broken()):
+        yield from wake(statements, now=now)
+    return stored.ids
+
+
+def wake(statements: db.Statements, *, now: datetime | None = None) -> Plan[None]:
+    """Notifies those who sleep, unless they were notified a moment ago. A statement of its own, after the commit."""
+    try:
+        yield Run(statements["wake_sleepers"], {"channel": statements.channel, "now": now})
+    except psycopg.Error as exc:  # what was committed stays, and whoever sleeps will find it without this
+        log.debug("could not notify: %s", exc)
+
+
+def store(statements: db.Statements, batch: Batch, *, notify: bool, now: datetime | None = None) -> Plan[Stored]:
+    """Stores a batch by one statement, in whatever transaction is open; with `notify` it notifies too."""
+    (row,) = yield Run(
+        statements["enqueue_steps"],
+        {
+            **_columns(batch),
+            "kind": batch.kind,
+            "queue": batch.settings.queue,
+            "priority": batch.settings.priority,
+            "rank": _rank(batch),
+            "version": batch.settings.version,
+            "max_attempts": batch.settings.max_attempts,
+            "inputs": [data.decode() for data in batch.inputs],
+            "channel": statements.channel,
+            "notify": notify,
+            "now": now,
+        },
+    )
+    return Stored(row[0].split(","), bool(row[1]) and not notify)
+
+
+def _store_by_copy(statements: db.Statements, batch: Batch, now: datetime | None) -> Plan[Stored]:
+    """Stores the same rows by COPY. Needs a transaction, as it takes several statements."""
+    ((drawn, at, due, *constants),) = yield Run(
+        statements["draw_ids"], {**_columns(batch), "count": len(batch.inputs), "now": now}
+    )
+    ids = drawn.split(",")
+    settings = batch.settings
+    times = (at, at, None, "available") if due is None else (at, None, due, "scheduled")
+    names = (batch.kind, batch.kind, settings.queue, settings.priority, settings.version, settings.max_attempts)
+    same = b"\t".join(map(_field, (*times, *names, *constants)))
+    yield Copy(statements["copy_steps"], _blocks(ids, batch.inputs, due is None, same))
+    asleep = False
+    if due is None:
+        ((found,),) = yield Run(
+            statements["insert_tickets"],
+            {"ids": list(map(int, ids)), "queue": settings.queue, "rank": _rank(batch), "now": now},
+        )
+        asleep = bool(found)
+    return Stored(ids, asleep)
+
+
+def _columns(batch: Batch) -> dict[str, Any]:
+    return {
+        "scheduled_at": batch.scheduled_at,
+        "delay_s": batch.delay_s,
+        "timeout_s": batch.settings.timeout_s,
+        "tags": batch.settings.tags,
+        "metadata": batch.settings.metadata,
+        "keep_for_s": batch.keep_for_s,
+    }
+
+
+def _rank(batch: Batch) -> int:
+    # Two ranks per priority; the lower one is for work that a worker gave back.
+    return batch.settings.priority * 2 + 1
+
+
+# The text format of COPY, built by hand: psycopg's own formatting costs more than all the rest of a row.
+
+
+def _field(value: object) -> bytes:
+    if value is None:
+        return b"\\N"
+    return _escaped(str(value).encode())
+
+
+def _escaped(data: bytes) -> bytes:
+    # The backslash first: the others add some.
+    data = data.replace(b"\\", b"\\\\")
+    return data.replace(b"\t", b"\\t").replace(b"\n", b"\\n").replace(b"\r", b"\\r")
+
+
+def _blocks(ids: Sequence[str], inputs: Sequence[bytes], ready: bool, same: bytes) -> Iterator[bytes]:
+    end = b"\t" + same + b"\n"
+    for start in range(0, len(ids), _BLOCK):
+        rows: list[bytes] = []
+        for text, data in zip(ids[start : start + _BLOCK], inputs[start : start + _BLOCK], strict=True):
+            key = text.encode()
+            rows += (key, b"\t", key, b"\t", key if ready else b"\\N", b"\t", _escaped(data), end)
+        yield b"".join(rows)

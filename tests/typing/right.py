@@ -1,0 +1,176 @@
+"""Uses that strict type checkers must accept, with the types they must find. Checked by test_typing.py, never run."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import assert_type
+
+import psycopg
+import psycopg_pool
+from psycopg.rows import DictRow
+
+import cyclone
+from cyclone import Context, ProcessContext, SyncContext
+
+
+@dataclass
+class Order:
+    id: str
+    cents: int
+
+
+@dataclass
+class Receipt:
+    charge_id: str
+
+
+@cyclone.step("charge", max_attempts=5, timeout=timedelta(seconds=30), permanent_on=(ValueError,))
+async def charge(ctx: Context, order: Order) -> Receipt:
+    tx = await ctx.completion_tx()
+    await tx.execute("INSERT INTO ledger (run_id, cents) VALUES (%s, %s)", (ctx.run_id, order.cents))
+    async with tx.savepoint():
+        await tx.execute("SELECT 1")
+    if order.cents < 0:
+        raise cyclone.Permanent("negative")
+    if not order.cents:
+        raise cyclone.Snooze(timedelta(seconds=30))
+    assert_type(ctx.run_id, cyclone.RunID)
+    assert_type(ctx.idempotency_key, str)
+    assert_type(await ctx.once("ask", ask), int)
+    return Receipt(ctx.key("a", "b"))
+
+
+async def ask() -> int:
+    return 1
+
+
+def ask_blocking() -> int:
+    return 1
+
+
+@cyclone.step("charge_in_thread", backoff=cyclone.exponential(base=2, cap=timedelta(minutes=5)))
+def charge_in_thread(ctx: SyncContext, order: Order) -> Receipt:
+    tx = ctx.completion_tx()
+    tx.execute("SELECT 1")
+    assert_type(ctx.once("ask", ask_blocking), int)
+    ctx.check_cancelled()
+    return Receipt(ctx.idempotency_key)
+
+
+@cyclone.action("mail", backoff=lambda attempt: timedelta(seconds=attempt))
+async def mail(ctx: Context, address: str) -> None:
+    ctx.log.info("to %s", address)
+
+
+@cyclone.step("tick", backoff=lambda attempt, exc: timedelta(seconds=30))
+async def tick(ctx: Context) -> int:
+    return ctx.attempt
+
+
+@cyclone.action()
+def tidy(ctx: SyncContext) -> None: ...
+
+
+@cyclone.step("render", executor="process", memory_limit="512MiB", timeout=60)
+def render(ctx: ProcessContext, order: Order) -> Receipt:
+    return Receipt(ctx.key("pdf"))
+
+
+@cyclone.action("shrink", executor="process")
+def shrink(ctx: ProcessContext) -> None: ...
+
+
+@cyclone.redact
+def mask(text: str) -> str:
+    return text.replace("secret", "***")
+
+
+@charge.upgrade(from_version=1)
+def _(old: dict[str, object]) -> dict[str, object]:
+    return old
+
+
+registry = cyclone.Registry()
+registry.include(charge)
+
+
+@registry.lifespan
+async def lifespan(state: cyclone.State) -> AsyncIterator[None]:
+    yield
+
+
+@cyclone.step("registered", registry=registry)
+async def registered(ctx: Context, n: int) -> int:
+    return n
+
+
+async def async_client(
+    client: cyclone.Client, conn: psycopg.AsyncConnection, rows: psycopg.AsyncConnection[DictRow]
+) -> None:
+    order = Order("o-1", 4200)
+    handle = await charge.enqueue(client, order)
+    assert_type(handle, cyclone.StepHandle[Receipt])
+    assert_type(await handle.result(timeout=timedelta(minutes=1)), Receipt)
+    assert_type(await handle.wait(3.5), cyclone.StepState)
+    assert_type(await handle.cancel("no need"), bool)
+    assert_type(await charge.enqueue(client, order, max_attempts=3, queue="a", priority=0), cyclone.StepHandle[Receipt])
+    await charge.enqueue(client, order, scheduled_at=datetime.now(UTC), tags=["a"], metadata={"a": [1]}, keep_for=60)
+    assert_type(await cyclone.enqueue(client, charge, order, timeout=None), cyclone.StepHandle[Receipt])
+    assert_type(await charge.enqueue_tx(client, conn, order), cyclone.StepHandle[Receipt])
+    assert_type(await charge.enqueue_tx(client, rows, order), cyclone.StepHandle[Receipt])
+    assert_type(await cyclone.enqueue_tx(client, conn, charge, order), cyclone.StepHandle[Receipt])
+    assert_type(await charge.enqueue_many(client, [order], method="copy"), list[cyclone.StepHandle[Receipt]])
+    assert_type(await charge.enqueue_many_tx(client, conn, (order,)), list[cyclone.StepHandle[Receipt]])
+    # A handler that runs in a thread is enqueued like any other.
+    assert_type(await (await charge_in_thread.enqueue(client, order)).result(), Receipt)
+    # Without an input.
+    assert_type(await (await tick.enqueue(client)).result(), int)
+    await tidy.enqueue(client, delay=timedelta(hours=1))
+    assert_type(await cyclone.enqueue(client, tick), cyclone.StepHandle[int])
+    info = await client.get_step(handle.run_id, handle.node)
+    assert_type(info.state, cyclone.StepState)
+    assert_type(info.errors[0], cyclone.StepError)
+    assert_type(await client.list_steps("1"), list[cyclone.StepInfo])
+    assert_type(await client.cancel_step("1", "charge", reason="no need"), bool)
+
+
+def sync_client(client: cyclone.SyncClient, conn: psycopg.Connection, rows: psycopg.Connection[DictRow]) -> None:
+    order = Order("o-1", 4200)
+    handle = charge.enqueue(client, order)
+    assert_type(handle, cyclone.SyncStepHandle[Receipt])
+    assert_type(handle.result(timeout=3), Receipt)
+    assert_type(charge.enqueue_tx(client, conn, order), cyclone.SyncStepHandle[Receipt])
+    assert_type(charge.enqueue_tx(client, rows, order), cyclone.SyncStepHandle[Receipt])
+    assert_type(charge.enqueue_many(client, [order]), list[cyclone.SyncStepHandle[Receipt]])
+    assert_type(cyclone.enqueue(client, charge, order), cyclone.SyncStepHandle[Receipt])
+    assert_type(cyclone.enqueue_tx(client, conn, charge, order), cyclone.SyncStepHandle[Receipt])
+    assert_type(tick.enqueue(client).result(), int)
+    assert_type(client.get_step("1", "charge").run_id, cyclone.RunID)
+
+
+async def unit_tests_of_handlers(ctx: Context, sync_ctx: SyncContext) -> None:
+    assert_type(await charge(ctx, Order("o-1", 1)), Receipt)
+    assert_type(charge_in_thread(sync_ctx, Order("o-1", 1)), Receipt)
+    assert_type(await tick(ctx), int)
+    tidy(sync_ctx)
+
+
+async def processes(dsn: str, pool: psycopg_pool.AsyncConnectionPool) -> None:
+    async with cyclone.Client(pool=pool), cyclone.Client(dsn, schema="jobs") as client:
+        async with cyclone.Worker(client, registry, queues=["a"], lease=timedelta(seconds=60), notify=False):
+            pass
+    cyclone.Pool("shop.jobs", procs=2, dsn=dsn, drain_timeout=3).run()
+    await cyclone.Sweeper(dsn, interval=timedelta(seconds=1)).run()
+
+
+def outcomes(error: cyclone.CycloneError) -> str:
+    match error:
+        case cyclone.RunFailedError():
+            assert_type(error.kind, str)
+            return error.node
+        case cyclone.RunCancelledError():
+            return error.run_id
+        case _:
+            return str(error)
