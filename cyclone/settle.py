@@ -1,0 +1,362 @@
+"""Settle: writes the outcomes of executions, many in one short transaction, each fenced by its claim.
+
+One flusher per worker. Nothing is ever concluded by reading after an unknown commit: the same fenced batch is sent
+again, and a step that is terminal under our own claim shows that the first send had gone through. A failure that
+blames one step is found by halving the batch; every other failure blames the server, and the batch is kept and sent
+again for as long as the lease holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import psycopg
+
+from . import db, events, metrics
+from .errors import ConnectError
+from .model import Event, Failure, Outcome, Verb
+from .states import ErrorKind, EventKind
+
+log = logging.getLogger("cyclone")
+
+_NAMES = {
+    Verb.COMPLETE: "completed",
+    Verb.SETTLED: "completed",
+    Verb.RETRY: "retried",
+    Verb.DISCARD: "discarded",
+    Verb.SNOOZE: "snoozed",
+    Verb.RELEASE: "released",
+}
+_LISTED = 20
+_EVENTS = {
+    Verb.COMPLETE: EventKind.COMPLETED,
+    Verb.SETTLED: EventKind.COMPLETED,
+    Verb.RETRY: EventKind.RETRY_SCHEDULED,
+    Verb.DISCARD: EventKind.DISCARDED,
+    Verb.SNOOZE: EventKind.SNOOZED,
+    Verb.RELEASE: EventKind.RELEASED,
+}
+_BUSY_S = 0.05
+_BUSY_MOST_S = 2.0
+_LOCK_TIMEOUT = b"SELECT set_config('lock_timeout', '100ms', false)"
+
+Connection = psycopg.AsyncConnection[tuple[Any, ...]]
+
+
+class Settler:
+    """Collects outcomes and flushes them.
+
+    `connect` gives a fresh connection; `holds_lease` says whether sending still makes sense; `on_settled` is called
+    with each outcome that needs no more care, and whether it is certain that its step no longer runs under our claim:
+    it was written or refused, and not dropped. `hook` is told of what was written. With `pooler` nothing is set on the
+    session; locked steps are then stepped over in every batch.
+    """
+
+    def __init__(
+        self,
+        statements: db.Statements,
+        connect: Callable[[], Any],
+        *,
+        batch: int,
+        linger_s: float,
+        holds_lease: Callable[[], bool],
+        on_settled: Callable[[Outcome, bool], None],
+        edit: Callable[[str], str] = str,
+        hook: events.Hook | None = None,
+        pooler: bool = False,
+    ) -> None:
+        self._sql = statements
+        self._connect = connect
+        self._batch = batch
+        self._linger_s = linger_s
+        self._holds_lease = holds_lease
+        self._on_settled = on_settled
+        self._edit = edit
+        self._hook = hook
+        self._pooler = pooler
+        self._queue: deque[Outcome] = deque()
+        self._closed: list[int] = []
+        self._news = asyncio.Event()
+        self._stopping = False
+        self._waiting = 0  # outcomes that wait for a lock of somebody else
+        self._tries: dict[int, int] = {}
+        self._conn: Connection | None = None
+
+    def add(self, outcome: Outcome) -> None:
+        """Hands over one outcome."""
+        self._queue.append(outcome)
+        self._news.set()
+
+    def close_claim(self, claim: int) -> None:
+        """The last step of a claim is settled: its row can go."""
+        self._closed.append(claim)
+        self._news.set()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left to write."""
+        return not self._queue and not self._closed and not self._waiting
+
+    def stop(self) -> None:
+        """Lets `run` end once everything is written."""
+        self._stopping = True
+        self._news.set()
+
+    def forget(self) -> None:
+        """Drops everything: the life has ended, and the fence would refuse it all."""
+        dropped, self._queue = self._queue, deque()
+        self._closed.clear()
+        self._drop(dropped, "the lease was lost before they could be written")
+
+    def _drop(self, outcomes: Collection[Outcome], why: str) -> None:
+        if outcomes:
+            steps = [f"step {o.step.id} ({o.step.kind}, attempt {o.step.attempt})" for o in outcomes]
+            named = ", ".join(steps[:_LISTED]) + (", …" if len(steps) > _LISTED else "")
+            log.warning("%d outcomes are dropped: %s: %s", len(outcomes), why, named)
+            metrics.refused("lease lost", len(outcomes))
+        for outcome in outcomes:
+            self._on_settled(outcome, False)
+
+    async def run(self) -> None:
+        try:
+            while True:
+                await self._news.wait()
+                self._news.clear()
+                if self._linger_s and self._queue and len(self._queue) < self._batch and not self._stopping:
+                    await asyncio.sleep(self._linger_s)
+                while self._queue or self._closed:
+                    queue, size = self._queue, min(len(self._queue), self._batch)
+                    await self._deliver([queue.popleft() for _ in range(size)])
+                if self._stopping and self.idle:
+                    return
+        finally:
+            if self._conn is not None:
+                await self._conn.close()
+
+    async def _deliver(self, outcomes: list[Outcome]) -> None:
+        """Sends a batch until it is settled or the lease is gone. What a part of it came to is told once: after an
+        interruption only the rest is sent again.
+        """
+        pause = 0.1
+        todo = [outcomes]
+        while todo:
+            try:
+                await self._settle(todo)
+            except (psycopg.Error, ConnectError, OSError, TimeoutError) as exc:
+                if self._conn is not None:
+                    await self._conn.close()
+                    self._conn = None
+                rest = [outcome for part in reversed(todo) for outcome in part]
+                if not self._holds_lease():
+                    self._closed.clear()  # the sweeper removes the rows; kept here, they would be sent again at once
+                    self._drop(rest, "the database could not be reached while the lease held")
+                    return
+                log.warning(
+                    "settling %d outcomes failed and is tried again in %.1f s: %s", len(rest), pause, _short(exc)
+                )
+                await asyncio.sleep(pause * random.uniform(0.8, 1.2))
+                pause = min(pause * 2, 5.0)
+
+    async def _settle(self, todo: list[list[Outcome]]) -> None:
+        """One transaction for the last part of `todo`, which is halved when one of its steps is to blame."""
+        start = time.perf_counter()
+        outcomes = todo[-1]
+        closed, self._closed = self._closed, []
+        try:
+            left = await self._send(outcomes, closed)
+        except BaseException as exc:
+            self._closed = closed + self._closed
+            if not isinstance(exc, psycopg.Error) or not db.blames_step(exc) or not outcomes:
+                raise
+            todo.pop()
+            if len(outcomes) > 1:
+                half = len(outcomes) // 2
+                todo += [outcomes[half:], outcomes[:half]]
+            else:
+                self._blame(outcomes[0], exc)
+            return
+        todo.pop()
+        self._book(outcomes, closed, left, time.perf_counter() - start)
+
+    async def _send(self, outcomes: list[Outcome], closed: list[int]) -> dict[int, tuple[str | None, int | None]]:
+        """The transaction, a second time around locked steps when there are any."""
+        if self._pooler:
+            return await self._transact(outcomes, closed, step_over=True)
+        try:
+            return await self._transact(outcomes, closed, step_over=False)
+        except psycopg.Error as exc:
+            if exc.sqlstate not in (db.LOCK_NOT_AVAILABLE, db.DEADLOCK):
+                raise
+        return await self._transact(outcomes, closed, step_over=True)
+
+    async def _transact(
+        self, outcomes: list[Outcome], closed: list[int], *, step_over: bool
+    ) -> dict[int, tuple[str | None, int | None]]:
+        conn = self._conn
+        if conn is None:
+            conn = self._conn = await self._connect()
+            if not self._pooler:  # a setting of the session would stay on a connection that others use
+                await conn.execute(_LOCK_TIMEOUT)
+        complete = [o for o in outcomes if o.verb == Verb.COMPLETE]
+        others = [o for o in outcomes if o.verb not in (Verb.COMPLETE, Verb.SETTLED)]
+        rows: list[tuple[Any, ...]] = []
+        if not others:
+            cur = conn.cursor(binary=True)
+            await cur.execute(self._sql["complete_steps"], _complete(complete, closed, step_over))
+            rows = await cur.fetchall()
+        else:
+            # What is sent in one pipeline up to its sync is one transaction.
+            async with conn.pipeline():
+                returned = conn.cursor(binary=True)
+                await returned.execute(self._sql["return_steps"], _return(others))
+                cur = conn.cursor(binary=True)
+                await cur.execute(self._sql["complete_steps"], _complete(complete, [], step_over))
+            # Not inside: to fetch there would wait for the rows first and only then send the sync, a round trip more.
+            rows = await returned.fetchall() + await cur.fetchall()
+            self._closed = closed + self._closed
+            if closed:
+                self._news.set()
+        return {row[0]: (row[1], row[2]) for row in rows}
+
+    def _book(
+        self, outcomes: list[Outcome], closed: list[int], left: dict[int, tuple[str | None, int | None]], seconds: float
+    ) -> None:
+        """Tells what came of each outcome."""
+        counts: Counter[tuple[str, str, str]] = Counter()
+        failures: Counter[tuple[str, str, str]] = Counter()
+        busy = False
+        unwritten: set[int] = set()
+        for outcome in outcomes:
+            step = outcome.step
+            tries = self._tries.pop(step.id, 0) if self._tries else 0
+            now = left.get(step.id) if left and outcome.verb != Verb.SETTLED else None
+            if now is not None:
+                state, claim = now
+                if state == "running" and claim == step.claim:
+                    busy = True
+                    unwritten.add(step.id)
+                    self._again(outcome, tries)
+                    continue
+                if outcome.unless_completed and claim == step.claim and state == "completed":
+                    counts[step.queue, step.kind, "completed"] += 1
+                    self._on_settled(outcome, True)
+                    continue
+                if claim != step.claim or not _is_ours(outcome, state):
+                    reason = "gone" if state is None else state
+                    log.warning(
+                        "the %s of step %s (%s, attempt %d) was refused: it is %s now",
+                        _NAMES[outcome.verb], step.id, step.kind, step.attempt, reason,
+                    )  # fmt: skip
+                    metrics.refused(reason, 1)
+                    unwritten.add(step.id)
+                    self._on_settled(outcome, True)
+                    continue
+            counts[step.queue, step.kind, _NAMES[outcome.verb]] += 1
+            if outcome.failure is not None:
+                failures[step.queue, step.kind, outcome.failure.kind.value] += 1
+            self._on_settled(outcome, True)
+        if self._hook is not None:
+            self._hook.tell([_event(o) for o in outcomes if o.step.id not in unwritten and (o.called or o.failure)])
+        if busy and closed:  # the statement closed nothing
+            self._closed = closed + self._closed
+        if outcomes:
+            metrics.settled(counts, failures, len(outcomes), seconds)
+
+    def _again(self, outcome: Outcome, tries: int) -> None:
+        """Somebody has the step locked: tried again, soon and then less often."""
+        tries = self._tries[outcome.step.id] = tries + 1
+        self._waiting += 1
+
+        def retry() -> None:
+            self._waiting -= 1
+            if self._holds_lease():
+                self.add(outcome)
+            else:
+                self._drop([outcome], "the lease was lost while somebody had the step locked")
+                self._news.set()
+
+        asyncio.get_running_loop().call_later(min(_BUSY_S * 2 ** min(tries, 10), _BUSY_MOST_S), retry)
+
+    def _blame(self, outcome: Outcome, exc: psycopg.Error) -> None:
+        """The server refused this one outcome for its data."""
+        # The server may quote what it refuses.
+        text = self._edit(f"the outcome cannot be stored: {_short(exc)}")
+        log.error("step %s (%s): %s", outcome.step.id, outcome.step.kind, text)
+        failure = Failure(ErrorKind.PERMANENT, text, "")
+        refused = Outcome(outcome.step, Verb.DISCARD, failure=failure)
+        if outcome.verb == Verb.DISCARD and outcome.failure == failure:
+            self._again(
+                refused, self._tries.pop(outcome.step.id, 0)
+            )  # even the plain discard is refused, as by a trigger: a person must look
+        else:
+            self.add(refused)
+
+
+def _is_ours(outcome: Outcome, state: str | None) -> bool:
+    """Whether the step is where this outcome would have put it: then an earlier send had been committed."""
+    match outcome.verb:
+        case Verb.COMPLETE | Verb.SETTLED:
+            return state == "completed"
+        case Verb.DISCARD:
+            return state == "discarded"
+        case _:
+            return state in ("scheduled", "available")
+
+
+def _complete(outcomes: Sequence[Outcome], closed: list[int], step_over: bool) -> dict[str, object]:
+    return {
+        "ids": [o.step.id for o in outcomes],
+        "claims": [o.step.claim for o in outcomes],
+        "outputs": [o.output for o in outcomes],
+        "closed": closed,
+        "step_over": step_over,
+        "now": None,
+    }
+
+
+def _state(outcome: Outcome) -> str:
+    if outcome.verb == Verb.DISCARD:
+        return "discarded"
+    return "scheduled" if outcome.delay_s > 0 else "available"
+
+
+def _return(outcomes: Sequence[Outcome]) -> dict[str, object]:
+    failures = [o.failure for o in outcomes]
+    return {
+        "ids": [o.step.id for o in outcomes],
+        "claims": [o.step.claim for o in outcomes],
+        "verbs": [o.verb.name.lower() for o in outcomes],
+        "states": [_state(o) for o in outcomes],
+        "delays": [o.delay_s for o in outcomes],
+        "called": [o.called for o in outcomes],
+        "kinds": [f.kind.value if f else None for f in failures],
+        "messages": [f.message if f else None for f in failures],
+        "tracebacks": [f.traceback if f else None for f in failures],
+        "host": events.HOST,
+        "now": None,
+    }
+
+
+def _event(outcome: Outcome) -> Event:
+    """What the statement records of it too, if anything."""
+    step = outcome.step
+    detail: dict[str, Any] = {}
+    if outcome.verb in (Verb.RETRY, Verb.SNOOZE):
+        detail["delay_s"] = outcome.delay_s
+    if outcome.verb == Verb.SNOOZE:
+        detail["snoozes"] = step.snoozes + 1
+    if outcome.failure is not None:
+        detail |= {"error_kind": outcome.failure.kind.value, "error": outcome.failure.message[:1000]}
+    # An attempt whose handler was never called is given back.
+    attempt = step.attempt - (not outcome.called and not step.resume)
+    return events.seen(_EVENTS[outcome.verb], step.run_id, step.node, step.kind, step.queue, attempt, detail)
+
+
+def _short(exc: BaseException) -> str:
+    return " ".join(str(exc).split()) or type(exc).__name__

@@ -1,0 +1,179 @@
+"""Who must hear of new work. A wake-up is a hint: polling covers every one that is lost.
+
+Within a pool one process listens to PostgreSQL and wakes one idle worker through a pipe that all workers share; a
+worker whose claim came back full wakes the next. A worker in a program of its own listens itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+from psycopg import sql
+
+from . import db
+from .errors import ConnectError
+
+log = logging.getLogger("cyclone")
+
+# A producer keeps quiet when somebody was notified within this time, so that a flood of commits does not queue for
+# the lock that NOTIFY takes through its commit. Whoever is woken therefore looks once more after it.
+QUIET_S = 0.010
+ANSWER_S = 5.0
+
+
+class Pipe:
+    """A pipe shared by the workers of a pool, made before the fork. One byte wakes one idle worker."""
+
+    def __init__(self) -> None:
+        self.reader, self.writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        os.set_blocking(self.writer, False)
+
+    def wake_one(self) -> None:
+        try:
+            os.write(self.writer, b"\0")
+        except BlockingIOError:
+            pass  # full: more wake-ups are waiting than there are workers
+
+    def take(self) -> bool:
+        """Takes the wake-ups that are there, as one; False when another worker was faster.
+
+        One worker is enough for all of them: if its claim comes back full, it wakes the next. Left in the pipe, those
+        of a long backlog would wake idle workers thousands of times after it."""
+        try:
+            return bool(os.read(self.reader, 65536))
+        except BlockingIOError:
+            return False
+
+    def close(self) -> None:
+        os.close(self.reader)
+        os.close(self.writer)
+
+
+class Listener:
+    """Listens for notifications on a connection of its own and says that it wants them.
+
+    `on_news` is called for every notification, and once after every (re)connect, because whatever was committed in
+    between was not heard. While `idle()` is false it does not ask to be notified: workers that are busy claim again
+    by themselves.
+    """
+
+    def __init__(
+        self,
+        dsn: str,
+        statements: db.Statements,
+        sleeper: int,
+        on_news: Callable[[], None],
+        *,
+        idle: Callable[[], bool] = lambda: True,
+        refresh_s: float = 1.0,
+    ) -> None:
+        self._dsn = dsn
+        self._statements = statements
+        self._sleeper = sleeper
+        self._on_news = on_news
+        self._idle = idle
+        self._refresh_s = refresh_s
+        self._stopped = False
+        self.connected = asyncio.Event()
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    async def run(self) -> None:
+        listen = sql.SQL("LISTEN {}").format(sql.Identifier(self._statements.channel))
+        pause = 0.1
+        while not self._stopped:
+            try:
+                conn = await db.connect(self._dsn, application_name="cyclone listen")
+                try:
+                    await conn.execute(listen, prepare=False)
+                    await self._listen(conn)
+                finally:
+                    if self.connected.is_set():  # it had worked; a server that is read-only only lets one connect
+                        pause = 0.1
+                    self.connected.clear()
+                    await conn.close()
+            except (psycopg.Error, ConnectError, OSError, TimeoutError) as exc:
+                if self._stopped:
+                    return
+                log.warning("listening was interrupted, polling goes on: %s", exc)
+                await asyncio.sleep(pause * random.uniform(0.8, 1.2))
+                pause = min(pause * 2, 5.0)
+
+    async def _listen(self, conn: psycopg.AsyncConnection[tuple[Any, ...]]) -> None:
+        first = True
+        while not self._stopped:
+            if self._idle():
+                # The answer also proves that the connection still carries: a dead one is noticed within seconds.
+                async with asyncio.timeout(ANSWER_S):
+                    await conn.execute(
+                        self._statements["sleep_until"],
+                        {"sleeper": self._sleeper, "seconds": self._refresh_s * 3, "now": None},
+                    )
+            else:
+                async with asyncio.timeout(ANSWER_S):
+                    await conn.execute(self._statements["sleep_no_more"], {"sleeper": self._sleeper})
+            if first:
+                first = False
+                self.connected.set()
+                self._on_news()
+            async for _ in conn.notifies(timeout=self._refresh_s, stop_after=1):
+                self._on_news()
+
+
+class News:
+    """What one worker waits on when it has room and found nothing: a wake-up, or the next poll."""
+
+    def __init__(self, pipe: Pipe | None) -> None:
+        self._pipe = pipe
+        self._event = asyncio.Event()
+        self._echo: asyncio.TimerHandle | None = None
+
+    def ring(self) -> None:
+        """Wakes the worker, and once more a moment later: producers keep quiet for that long after a notification."""
+        self._event.set()
+        if self._echo is None:
+            self._echo = asyncio.get_running_loop().call_later(QUIET_S * 1.5, self._ring_again)
+
+    def nudge(self) -> None:
+        """Ends the wait that is on, or the next one."""
+        self._event.set()
+
+    def _ring_again(self) -> None:
+        self._echo = None
+        self._event.set()
+
+    def pass_on(self) -> None:
+        """Wakes the next worker of the pool, after a claim that came back full."""
+        if self._pipe is not None:
+            self._pipe.wake_one()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Waits for a wake-up or until the time is up. The pipe is only watched meanwhile, so a worker that is busy
+        does not swallow a wake-up that an idle one should have.
+        """
+        loop = asyncio.get_running_loop()
+        pipe = self._pipe
+        if pipe is not None:
+
+            def on_readable() -> None:
+                if pipe.take():
+                    self.ring()
+
+            loop.add_reader(pipe.reader, on_readable)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._event.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._event.clear()
+            if pipe is not None:
+                loop.remove_reader(pipe.reader)

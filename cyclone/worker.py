@@ -1,0 +1,690 @@
+"""The loop that joins the stages: wait for room or news, claim, start, collect outcomes, hand them to settle.
+
+One worker is one life with one lease. It has three connections (claim, settle, lease), one more when it listens
+itself, and those that completion transactions need now. Each part that loops is restarted by the loop itself when the
+database is away; one that fails for another reason ends the worker, and whoever started it hears why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Generator
+from types import ModuleType, TracebackType
+from typing import Any, Self, Unpack
+
+import psycopg
+
+from . import (
+    claim,
+    config,
+    context,
+    db,
+    events,
+    execute,
+    handles,
+    lease,
+    metrics,
+    migrate,
+    registry,
+    settle,
+    submit,
+    subprocesses,
+    wake,
+)
+from .board import Page, State
+from .completion import AsyncCompletions, SyncCompletions
+from .errors import ConnectError, InvalidOptionTypeError
+from .model import Claimed, Outcome, RunID, Verb
+from .plan import drive, drive_sync
+from .records import AsyncRecords, SyncRecords
+from .states import EventKind
+
+log = logging.getLogger("cyclone")
+
+EX_STALLED = 75
+_BEAT_S = 0.5
+_RECONCILE_S = 5.0
+_CLAIM_MOST = 1000
+_SETTLE_BATCH = 500
+_MAX_INPUT_BYTES = 1 << 20  # of what handlers enqueue; a client has its own limit
+_CANCELLED_MOST = 10_000
+
+
+class _Gate:
+    """A bound on handlers of one sort: those in threads, or those that use the completion transaction. Steps that it
+    keeps out wait here, and do not keep others from starting.
+    """
+
+    __slots__ = ("limit", "running", "waiting")
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.running = 0
+        self.waiting: deque[Claimed] = deque()
+
+
+def _cores() -> int:
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class _Ended:
+    """Awaitable, but nothing that has to be awaited."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: asyncio.Event) -> None:
+        self._event = event
+
+    def __await__(self) -> Generator[Any, None, None]:
+        yield from self._event.wait().__await__()
+
+
+class Worker:
+    """Runs the handlers of a registry, in the event loop that awaits `run()` or enters it as an async context manager.
+
+    `client_or_dsn` is a DSN, or a client whose DSN and schema are taken; `handlers` is a registry or a module.
+    Options are those of `WorkerOptions`, durations as timedelta or seconds. Raises InvalidOptionError for a wrong
+    option, SchemaVersionError when the schema is missing or of another version. A database that is away is waited
+    for.
+
+    `redact` is given the text of every failure, and returns it as it may be stored and logged; it comes after those of
+    the registry (see `cyclone.redact`).
+
+    `on_step_event(event)` is called with what this worker did to steps, once it is committed: `started`, `completed`,
+    `retry_scheduled`, `snoozed`, `discarded`, and `released` when the handler had been called. It must be a plain
+    function. It runs in a thread of its own, since a slow one in the loop would hold up settling and claiming; past a
+    bound of 10,000 waiting events they are dropped and counted. What it raises is logged and counted, and changes
+    nothing. The end of `run` waits for it up to 5 s. A pool has no such option: read `Client.subscribe` beside it.
+    """
+
+    def __init__(
+        self,
+        client_or_dsn: Any,
+        handlers: registry.Registry | ModuleType,
+        *,
+        schema: str | None = None,
+        options: config.WorkerOptions | None = None,
+        page: Page | None = None,
+        life: int | None = None,
+        pipe: wake.Pipe | None = None,
+        pooled: bool = False,
+        alone: bool = False,
+        redact: registry.RedactFn | None = None,
+        on_step_event: events.OnStepEvent | None = None,
+        **given: Unpack[config.WorkerArguments],
+    ) -> None:
+        self.options = options if options is not None else config.worker_options(**given)
+        dsn = client_or_dsn if isinstance(client_or_dsn, str) else getattr(client_or_dsn, "_dsn", None)
+        if not isinstance(handlers, registry.Registry):
+            module, handlers = handlers, registry.Registry()
+            handlers.include(module)
+        if not isinstance(dsn, str) or not dsn:
+            raise InvalidOptionTypeError(
+                f"a worker needs a DSN or a client that was made from one, not {type(client_or_dsn).__name__}"
+            )
+        self._dsn = dsn
+        statements = getattr(client_or_dsn, "_statements", None)
+        self.schema = schema or (statements.schema if isinstance(statements, db.Statements) else "public")
+        self._sql = db.statements(self.schema)
+        self._registry = handlers
+        self._handlers = {(name, version): step for name, step in handlers.steps.items() for version in step.versions}
+        redactions = (*handlers.redactions, *([] if redact is None else [registry.Redaction(redact)]))
+        self._limits = execute.Limits(
+            max_output_bytes=self.options.max_output_bytes,
+            max_error_bytes=self.options.max_error_bytes,
+            redactions=redactions,
+        )
+        self._hook = None if on_step_event is None else events.Hook(on_step_event)
+        # Chosen once, so that a worker without a hook asks nothing per step.
+        self._begin_step = self._begin if self._hook is None else self._begin_and_tell
+        self._page = page if page is not None else Page.private(self.options.concurrency)
+        self._page.slots = 1 if alone else self.options.concurrency
+        self._pooled = pooled
+        self._alone = alone  # a pool's worker for isolated steps: one slot, and it ends when none waits
+        self._alone_now = alone  # this worker has an isolated step in hand, or is about to look for one
+        self._pipe = pipe
+        self._first_life = life if life is not None else random.getrandbits(62)
+        self._page.life = self._first_life
+        self._pooler = not self.options.notify
+
+        self._queue: deque[Claimed] = deque()
+        self._executions: dict[int, execute.Execution] = {}
+        self._running = 0
+        self._unsettled = 0
+        self._taken_at = 0.0
+        self._open_claims: Counter[int] = Counter()
+        self._times: dict[tuple[str, str], list[float]] = {}
+        self._ended_lately = 0
+        self._rate = 0.0
+        self._thread_gate = _Gate(self.options.threads)
+        self._tx_gate = _Gate(self.options.completion_pool_size)
+        # What must be killed when it does not end computes, as a rule: more of them than cores would only take memory.
+        self._process_gate = _Gate(min(self.options.concurrency, _cores()))
+        self._gates = (self._thread_gate, self._tx_gate, self._process_gate)
+        self._children = subprocesses.Children(handlers.steps.values(), self._process_gate.limit)
+        self._tx_kinds: set[str] = set()
+        self._dropped_from: set[int] = set()
+        self._starting = False
+        self._cancelled: dict[tuple[int, int], None] = {}
+
+        self._drain: bool | None = None
+        self._stopping = asyncio.Event()
+        self._room = asyncio.Event()
+        self._began = asyncio.Event()
+        self._news = wake.News(pipe)
+        self.ready = asyncio.Event()
+        """Set once the worker claims steps."""
+        self._ended_event = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    # --- start and stop
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self.run(), name="cyclone worker")
+        ready = asyncio.create_task(self.ready.wait())
+        await asyncio.wait({self._task, ready}, return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            ready.cancel()
+            await self._task  # raises why it could not start
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        assert self._task is not None
+        await self._task
+
+    def stop(self, drain: bool = True) -> Awaitable[None]:
+        """Stops claiming at once. With `drain` running handlers may finish for `drain_timeout`; then, or at once
+        without it, they are cancelled, and what is not finished is given back with its attempt unchanged. May be
+        called twice, or early.
+        """
+        self._drain = drain if self._drain is None else self._drain and drain
+        self._stopping.set()
+        self._began.set()
+        self._room.set()
+        self._news.nudge()
+        return _Ended(self._ended_event)
+
+    async def run(self) -> None:
+        """Works until stopped."""
+        loop = self._loop = asyncio.get_running_loop()
+        options = self.options
+        self._threads = execute.Threads()
+        sql = self._sql
+        records, sync_records = AsyncRecords(self._dsn, sql, self._pooler), SyncRecords(self._dsn, sql, self._pooler)
+
+        async def enqueue(conn: Any, step: Any, inputs: Any, given: Any) -> list[Any]:
+            batch = submit.prepare(step, inputs, given, max_input_bytes=_MAX_INPUT_BYTES, in_tx=True)
+            ids = (await drive(conn, submit.store(sql, batch, notify=True))).ids if batch.inputs else ()
+            return [handles.StepHandle(records.run, sql, step, RunID(run_id), None) for run_id in ids]
+
+        def enqueue_sync(conn: Any, step: Any, inputs: Any, given: Any) -> list[Any]:
+            batch = submit.prepare(step, inputs, given, max_input_bytes=_MAX_INPUT_BYTES, in_tx=True)
+            ids = drive_sync(conn, submit.store(sql, batch, notify=True)).ids if batch.inputs else ()
+            return [handles.SyncStepHandle(sync_records.run, sql, step, RunID(run_id), None) for run_id in ids]
+
+        self._async_doors = context.AsyncDoors(AsyncCompletions(self._dsn, sql, options), records, enqueue)
+        self._sync_doors = context.SyncDoors(SyncCompletions(self._dsn, sql, options), sync_records, enqueue_sync)
+        self._keeper = self._make_keeper(loop)
+        self._settler = settle.Settler(
+            self._sql,
+            lambda: db.connect(self._dsn, application_name="cyclone settle", pooler=self._pooler),
+            batch=options.settle_batch or _SETTLE_BATCH,
+            linger_s=options.settle_linger_s,
+            holds_lease=lambda: self._keeper.holds,
+            on_settled=lambda outcome, certain: self._settled(outcome.step, certain),
+            hook=self._hook,
+            edit=self._limits.message,
+            pooler=self._pooler,
+        )
+        isolated = [f"!{queue}" for queue in options.queues]
+        self._claimer = claim.Claimer(self._sql, options.queues)
+        self._isolated = claim.Claimer(self._sql, isolated)
+        self._beat(loop)
+        try:
+            if await self._boot():
+                async with contextlib.AsyncExitStack() as stack:
+                    self._state = registry.State()
+                    for lifespan in self._registry.lifespans:
+                        await stack.enter_async_context(lifespan(self._state))
+                    await self._work()
+        finally:
+            self._heart.cancel()
+            await asyncio.to_thread(self._children.close)
+            self._threads.stop()
+            await self._async_doors.completions.close()
+            await self._async_doors.records.close()
+            await asyncio.to_thread(self._sync_doors.completions.close)
+            self._sync_doors.records.close()
+            if self._hook is not None:
+                await asyncio.to_thread(self._hook.close)
+            self._ended_event.set()
+
+    async def _boot(self) -> bool:
+        """Waits for the database, checks the schema and makes the kinds known. False when it was stopped meanwhile."""
+        pause = 0.1
+        while not self._stopping.is_set():
+            try:
+                conn = await db.connect(self._dsn, application_name="cyclone boot", pooler=True)
+                try:
+                    migrate.require(await migrate.read_version_async(conn, self.schema), self.schema)
+                    await migrate.register_async(conn, self.schema, self._registry)
+                    return True
+                finally:
+                    await conn.close()
+            except (psycopg.OperationalError, ConnectError, OSError) as exc:
+                log.warning("cannot start yet, tried again in %.1f s: %s", pause, " ".join(str(exc).split()))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause * random.uniform(0.8, 1.2)):
+                        await self._stopping.wait()
+                pause = min(pause * 2, 10.0)
+        return False
+
+    def _make_keeper(self, loop: asyncio.AbstractEventLoop) -> lease.Keeper:
+        pairs = sorted(self._handlers)
+
+        def soon(function: Callable[..., None]) -> Callable[..., None]:
+            def call(*args: Any) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop has been closed
+                    loop.call_soon_threadsafe(function, *args)
+
+            return call
+
+        return lease.Keeper(
+            self._dsn,
+            self._sql,
+            life=self._first_life,
+            lease_s=self.options.lease_s,
+            queues=list(self.options.queues),
+            kinds=[kind for kind, _ in pairs],
+            versions=[version for _, version in pairs],
+            page=self._page,
+            stall_limit_s=self.options.stall_limit_s or self.options.lease_s * 5,
+            on_began=soon(self._began.set),
+            on_lost=soon(self._lose_everything),
+            on_orders=soon(self._obey),
+            on_stall=self._stalled,
+            new_life=lambda: random.getrandbits(62),
+            pooler=self._pooler,
+        )
+
+    def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Shows that the loop turns, and how fast steps are ending."""
+        self._page.beat()
+        if self._executions and self._keeper.began.is_set() and not self._keeper.holds:
+            # The lease thread may wait for minutes for a connection that is dead. What runs is treated as lost now.
+            self._lose_everything()
+        self._page.running = self._running
+        self._page.done += self._ended_lately
+        metrics.running(self._running)
+        if self._times:
+            self._flush_times()
+        self._give_back(self._ended_lately)
+        self._rate += 0.5 * (self._ended_lately / _BEAT_S - self._rate)
+        self._ended_lately = 0
+        self._heart = loop.call_later(_BEAT_S, self._beat, loop)
+
+    def _give_back(self, ended_lately: int) -> None:
+        """What was claimed ahead of a pace that has fallen since would wait behind handlers that may take hours, while
+        other workers are free: beyond about one second's worth it goes back.
+        """
+        if not self._queue or self._stopping.is_set() or time.monotonic() - self._taken_at < _BEAT_S:
+            return
+        keep = int(ended_lately / _BEAT_S)
+        while len(self._queue) > keep:
+            self._settler.add(Outcome(self._queue.pop(), Verb.RELEASE, called=False))
+
+    def _stalled(self) -> None:
+        """The loop stands still. In a pool the process is replaced; a program that embeds the worker is not ended,
+        only the life is, and the fence refuses what the blocked handlers still write.
+        """
+        if self._pooled:
+            os._exit(EX_STALLED)
+        self._keeper.abandon()
+
+    # --- the loop
+
+    async def _work(self) -> None:
+        self._keeper.start()
+        settling = asyncio.create_task(self._settler.run(), name="cyclone settle")
+        claiming = asyncio.create_task(self._claim(), name="cyclone claim")
+        tasks: set[asyncio.Task[Any]] = {settling, claiming}
+        listener = None
+        if self.options.notify and self._pipe is None:
+            listener = wake.Listener(
+                self._dsn, self._sql, random.getrandbits(62), self._news.ring,
+                idle=lambda: self._running < self.options.concurrency, refresh_s=self.options.poll_interval_s,
+            )  # fmt: skip
+            tasks.add(asyncio.create_task(listener.run(), name="cyclone listener"))
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait({*tasks, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done() and not task.cancelled() and (failure := task.exception()) is not None:
+                    raise failure
+            await claiming
+            await self._wind_down(settling)
+        finally:
+            if listener is not None:
+                listener.stop()
+            for task in (*tasks, stopping):
+                task.cancel()
+            await asyncio.gather(*tasks, stopping, return_exceptions=True)
+            self._keeper.stop()
+            await asyncio.to_thread(self._keeper.join, 5.0)
+
+    async def _claim(self) -> None:
+        """The main loop. A claim is worth its round trip when there is room for half a batch, or when nothing is
+        held.
+        """
+        conn: psycopg.AsyncConnection[tuple[Any, ...]] | None = None
+        pause = 0.1
+        reconciled = time.monotonic()
+        await self._began.wait()
+        try:
+            while not self._stopping.is_set():
+                try:
+                    if conn is None:
+                        conn = await db.connect(self._dsn, application_name="cyclone claim", pooler=self._pooler)
+                        await self._reconcile(conn)
+                        self._page.state = State.READY
+                        self.ready.set()
+                    if time.monotonic() - reconciled > _RECONCILE_S:
+                        reconciled = time.monotonic()
+                        await self._reconcile(conn)
+                        if self._pipe is None and not self._alone_now:
+                            waiting = await (await conn.execute(self._sql["isolated_waiting"])).fetchone()
+                            self._alone_now = waiting is not None and bool(waiting[0])
+                    room = self._room_for()
+                    if room <= 0 or not self._keeper.holds:
+                        await self._wait_for_room()
+                        continue
+                    if self._alone_now:
+                        await self._claim_alone(conn)
+                        continue
+                    steps, taken = await self._claimer.batch(conn, self._keeper.life, room)
+                    self._page.reach()
+                    pause = 0.1  # not before: a server that has become read-only lets connections succeed
+                    self._take(steps)
+                    if taken >= room:
+                        self._news.pass_on()
+                    else:  # nothing unlocked was left
+                        await self._news.wait(self._poll_s())
+                except (psycopg.Error, ConnectError, OSError) as exc:
+                    log.warning("claiming was interrupted and goes on in %.1f s: %s", pause, " ".join(str(exc).split()))
+                    if conn is not None:
+                        await conn.close()
+                        conn = None
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(pause * random.uniform(0.8, 1.2)):
+                            await self._stopping.wait()
+                    pause = min(pause * 2, 5.0)
+        finally:
+            if conn is not None:
+                await conn.close()
+
+    async def _claim_alone(self, conn: psycopg.AsyncConnection[tuple[Any, ...]]) -> None:
+        """Claims one isolated step, while nothing else is held. In a pool a worker of its own does this and ends when
+        none is left; a worker in a program of its own does it between its other work.
+        """
+        steps, taken = await self._isolated.batch(conn, self._keeper.life, 1)
+        if steps:
+            log.info("step %s (%s) is run alone", steps[0].id, steps[0].kind)
+            metrics.isolated(1)
+            self._take(steps)
+        elif taken:
+            pass  # a stale ticket: there may be more
+        elif self._alone:
+            self._stopping.set()
+        else:
+            self._alone_now = False
+
+    def _room_for(self) -> int:
+        """How many steps to ask for: the free slots and about what ends in a tenth of a second."""
+        if self._alone_now:
+            return 0 if self._unsettled else 1
+        target = self.options.concurrency + min(int(self._rate * 0.1), _CLAIM_MOST)
+        held = len(self._queue) + self._running + sum(len(gate.waiting) for gate in self._gates)
+        room = min(target - held, self.options.claim_batch or _CLAIM_MOST)
+        # What is not settled counts as well, else a slow database would let outcomes pile up without a bound.
+        if self._unsettled - held > 4 * _CLAIM_MOST:
+            return 0
+        worth = min(target, self.options.claim_batch or _CLAIM_MOST) // 2
+        return room if held < self.options.concurrency or room >= worth else 0
+
+    async def _wait_for_room(self) -> None:
+        self._room.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_BEAT_S):
+                await self._room.wait()
+
+    def _poll_s(self) -> float:
+        """In a pool the sweeper polls for all; a worker's own poll is only for the case that nobody does."""
+        spread = random.uniform(0.8, 1.2)
+        return self.options.poll_interval_s * spread * (10.0 if self._pipe is not None else 1.0)
+
+    async def _reconcile(self, conn: psycopg.AsyncConnection[tuple[Any, ...]]) -> None:
+        """Gives back claims under our life that we do not hold: their replies were lost, or outcomes of theirs were
+        dropped.
+
+        Runs in the loop that claims, between two claims, so none of ours is on its way. Repeated, because a statement
+        whose connection broke may still commit long after this has looked."""
+        life = self._keeper.life
+        rows = await (await conn.execute(self._sql["list_claims"], {"life": life})).fetchall()
+        strange = [row[0] for row in rows if row[0] not in self._open_claims]
+        if strange:
+            row = await (
+                await conn.execute(self._sql["release_claims"], {"claims": strange, "life": life, "now": None})
+            ).fetchone()
+            if row is not None and row[0]:
+                log.warning("%d steps are given back: the reply that handed them out was lost", row[0])
+
+    # --- steps
+
+    def _take(self, steps: list[Claimed]) -> None:
+        if not steps:
+            return
+        self._open_claims[steps[0].claim] += len(steps)
+        self._unsettled += len(steps)
+        self._queue.extend(steps)
+        self._taken_at = time.monotonic()
+        self._start()
+
+    def _start(self) -> None:
+        """Starts what fits into the slots; a gate that is full keeps its own steps back and no others."""
+        if self._starting or self._stopping.is_set():
+            return  # a handler that ended at once calls this again from inside: the loop below goes on by itself
+        self._starting = True
+        try:
+            self._fill()
+        finally:
+            self._starting = False
+
+    def _fill(self) -> None:
+        concurrency, queue = self.options.concurrency, self._queue
+        for full in self._gates:
+            while full.waiting and full.running < full.limit and self._running < concurrency:
+                self._begin_step(full.waiting.popleft(), full)
+        while queue and self._running < concurrency:
+            step = queue.popleft()
+            gate = self._gate(step)
+            if gate is not None and gate.running >= gate.limit:
+                gate.waiting.append(step)
+            else:
+                self._begin_step(step, gate)
+
+    def _gate(self, step: Claimed) -> _Gate | None:
+        if step.kind in self._tx_kinds:
+            return self._tx_gate
+        handler = self._handlers[step.kind, step.version]
+        if isinstance(handler, registry.ProcessStep):
+            return self._process_gate
+        return None if handler.is_async else self._thread_gate
+
+    def _begin_and_tell(self, step: Claimed, gate: _Gate | None) -> bool:
+        began = self._begin(step, gate)
+        if began and self._hook is not None:
+            started = events.seen(EventKind.STARTED, step.run_id, step.node, step.kind, step.queue, step.attempt)
+            self._hook.tell([started])
+        return began
+
+    def _begin(self, step: Claimed, gate: _Gate | None) -> bool:
+        if not self._keeper.holds:  # nothing is started that may already be somebody else's
+            self._settler.add(Outcome(step, Verb.RELEASE, called=False))
+            return False
+        if self._cancelled and (step.id, step.claim) in self._cancelled:
+            del self._cancelled[step.id, step.claim]
+            self._settled(step, certain=True)
+            return False
+        handler = self._handlers[step.kind, step.version]
+        doors = (
+            self._children
+            if isinstance(handler, registry.ProcessStep)
+            else self._async_doors
+            if handler.is_async
+            else self._sync_doors
+        )
+        execution = execute.Execution(step, handler, self._state, doors, self._limits, self._ended)
+        execution.gate = gate
+        self._running += 1
+        if gate is not None:
+            gate.running += 1
+        self._executions[step.id] = execution
+        execution.page_index = self._page.begin(step.id)
+        if self._running == 1:
+            self._page.running = 1
+        execution.start(self._loop, self._threads)
+        return True
+
+    def _ended(self, execution: execute.Execution, outcome: Outcome | None) -> None:
+        """An execution is over: its slot is free, its outcome goes to be settled."""
+        step = execution.claimed
+        self._page.end(execution.page_index)
+        self._executions.pop(step.id, None)
+        self._running -= 1
+        self._ended_lately += 1
+        if execution.gate is not None:
+            execution.gate.running -= 1
+        if execution.used_tx:
+            self._tx_kinds.add(step.kind)
+        key = (step.queue, step.kind)
+        times = self._times.get(key)
+        if times is None:
+            times = self._times[key] = []
+        times.append(execution.seconds)
+        if len(times) >= 256:
+            self._flush_times()
+        if outcome is not None:
+            if execution.why == "timeout" and outcome.failure is not None:
+                log.warning(
+                    "step %s (%s, attempt %d) timed out: %s", step.id, step.kind, step.attempt, outcome.failure.message
+                )
+            self._settler.add(outcome)
+        else:
+            if execution.why == "order":
+                metrics.refused("cancelled", 1)
+            else:  # told by the lease thread, or by the fence when it committed
+                log.warning(
+                    "step %s (%s, attempt %d) came too late and changes nothing: its lease was lost",
+                    step.id, step.kind, step.attempt,
+                )  # fmt: skip
+                metrics.refused("lease lost", 1)
+            self._settled(step, certain=execution.why != "lost")
+        self._start()
+        self._room.set()
+
+    def _flush_times(self) -> None:
+        metrics.ran(self._times)
+        self._times = {}
+
+    def _settled(self, step: Claimed, certain: bool) -> None:
+        """A step needs no more care. A claim is closed with its last step, but not when one of them was dropped and
+        may still be running in the database: then `_reconcile` or the sweeper gives it back, and both need the
+        claim's row.
+        """
+        claim_id = step.claim
+        self._unsettled -= 1
+        if not certain:
+            self._dropped_from.add(claim_id)
+        self._open_claims[claim_id] -= 1
+        if self._open_claims[claim_id] <= 0:
+            del self._open_claims[claim_id]
+            if claim_id in self._dropped_from:
+                self._dropped_from.discard(claim_id)
+            else:
+                self._settler.close_claim(claim_id)
+        if self._alone_now:
+            self._room.set()
+
+    def _obey(self, orders: list[tuple[int, int, str]]) -> None:
+        """Somebody cancelled steps that we hold: the database has already moved on, the handler is told. One that has
+        not begun, or whose claim's reply is still on its way, is remembered and never begun. An order names the claim,
+        because the step may have come back to us under another.
+        """
+        for step, claim_id, reason in orders:
+            execution = self._executions.get(step)
+            if execution is not None and execution.claimed.claim == claim_id:
+                found = execution.claimed
+                log.info(
+                    "step %s (%s, attempt %d) is cancelled while it runs: %s", step, found.kind, found.attempt, reason
+                )
+                execution.end("order")
+            else:
+                self._cancelled[step, claim_id] = None
+                if len(self._cancelled) > _CANCELLED_MOST:  # orders that came too late are never asked for
+                    del self._cancelled[next(iter(self._cancelled))]
+
+    def _lose_everything(self) -> None:
+        """The life has ended. What waits is dropped, what runs is told; the sweeper gives all of it back."""
+        for step in self._give_up_waiting():
+            self._settled(step, certain=False)
+        self._settler.forget()
+        for execution in list(self._executions.values()):
+            execution.end("lost")
+
+    def _give_up_waiting(self) -> list[Claimed]:
+        """Everything that is held and has not begun, which is held no more."""
+        waiting = [*self._queue, *(step for gate in self._gates for step in gate.waiting)]
+        self._queue.clear()
+        for gate in self._gates:
+            gate.waiting.clear()
+        return waiting
+
+    # --- the end
+
+    async def _wind_down(self, settling: asyncio.Task[None]) -> None:
+        """Gives back what was not started, lets handlers finish for a while, gives back the rest. The lease is renewed
+        until the last outcome is written."""
+        self._page.state = State.DRAINING
+        metrics.slots(0)
+        for step in self._give_up_waiting():
+            self._settler.add(Outcome(step, Verb.RELEASE, called=False))
+        deadline = time.monotonic() + self.options.drain_timeout_s
+        while self._executions and self._drain and time.monotonic() < deadline:
+            await self._wait_for_room()
+        for execution in list(self._executions.values()):
+            execution.end("drain")
+        give_up = time.monotonic() + (5.0 if self._drain else 1.0)
+        while self._executions and time.monotonic() < give_up:
+            await self._wait_for_room()
+        for execution in list(self._executions.values()):
+            execution.give_up()
+        self._flush_times()
+        self._settler.stop()
+        # Somebody may hold a step in a transaction of his own, or the database be away: a stop must end all the same.
+        await asyncio.wait({settling}, timeout=max(deadline - time.monotonic(), 5.0) if self._drain else 1.0)
+        if settling.done():
+            settling.result()
+        else:
+            log.warning("the last outcomes could not be written in time; a sweeper gives their steps back")

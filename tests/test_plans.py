@@ -1,0 +1,241 @@
+"""The plans of the hot statements: which index they use, and that they read no more than they take.
+
+Each is looked at as it is planned for its values and as it is planned for any values, which a session comes to after
+some executions; and both when the tables have never been analysed (a fresh installation) and when they have.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import factories
+import psycopg
+import pytest
+from factories import SQL, until
+from psycopg import sql
+
+from cyclone import db
+from cyclone.registry import step
+
+Conn = psycopg.Connection[Any]
+
+BACKLOG = 20_000
+ROOM = 100
+
+both_modes = pytest.mark.parametrize("mode", ["force_custom_plan", "force_generic_plan"])
+both_states = pytest.mark.parametrize("analysed", [False, True], ids=["fresh", "analysed"])
+
+
+@pytest.fixture
+def session(dsn: str) -> Iterator[Conn]:
+    """A connection with the engine's settings, in a transaction that is rolled back."""
+    conn = db.connect_sync(dsn, application_name="test plans")
+    with conn.transaction(force_rollback=True):
+        yield conn
+    conn.close()
+
+
+class Node:
+    """One node of an executed plan."""
+
+    def __init__(self, plan: Mapping[str, Any], parent: str) -> None:
+        self.kind: str = plan["Node Type"]
+        self.table: str | None = plan.get("Relation Name")
+        self.index: str | None = plan.get("Index Name")
+        self.loops: float = plan["Actual Loops"]
+        self.rows: float = plan["Actual Rows"] * self.loops
+        self.removed: float = plan.get("Rows Removed by Filter", 0) * self.loops
+        self.parent = parent
+
+    def __repr__(self) -> str:
+        return f"{self.kind} {self.table or ''} {self.index or ''} rows={self.rows:g} removed={self.removed:g}"
+
+
+def explain(conn: Conn, name: str, mode: str, **params: Any) -> list[Node]:
+    """Executes a statement and returns the nodes of its plan."""
+    order: list[str] = []
+
+    def number(match: re.Match[str]) -> str:
+        if match[0] == "%%":
+            return "%"
+        if match[1] not in order:
+            order.append(match[1])
+        return f"${order.index(match[1]) + 1}"
+
+    text = re.sub(r"%%|%\((\w+)\)[sb]", number, SQL[name].decode())
+    # What is not given here decides about nothing that is read.
+    values = sql.SQL(", ").join(sql.Literal(params.get(one)) for one in order)
+    conn.execute(f"SET LOCAL plan_cache_mode = {mode}".encode())
+    conn.execute(b"PREPARE hot AS " + text.encode(), prepare=False)
+    call = sql.SQL("hot ({})").format(values) if order else sql.SQL("hot")
+    cur = conn.execute(sql.SQL("EXPLAIN (ANALYZE, FORMAT JSON, TIMING OFF) EXECUTE {}").format(call), prepare=False)
+    (found,) = cur.fetchone() or (None,)
+    conn.execute("DEALLOCATE hot")
+    nodes: list[Node] = []
+
+    def walk(plan: Mapping[str, Any], parent: str) -> None:
+        nodes.append(Node(plan, parent))
+        for child in plan.get("Plans", ()):
+            walk(child, plan["Node Type"])
+
+    walk(found[0]["Plan"], "")
+    return nodes
+
+
+LARGE = ("cyclone_steps", "cyclone_ready", "cyclone_claims")
+
+
+def on(nodes: list[Node], table: str) -> list[Node]:
+    """The nodes that read a table; those that change it name it too, but read nothing themselves."""
+    return [one for one in nodes if one.table == table and one.kind != "ModifyTable"]
+
+
+def indexes(nodes: list[Node], table: str) -> set[str]:
+    """The indexes of a table that were used; the node of a bitmap names no table."""
+    return {one.index for one in nodes if one.index and one.index.startswith(table) and one.loops}
+
+
+def reads_little(nodes: list[Node], most: float) -> None:
+    """No node reads a table from end to end or sorts more than was taken, and none throws away what it has read."""
+    for one in nodes:
+        if one.table in LARGE:
+            assert one.kind != "Seq Scan" or one.loops == 0, nodes
+            assert one.rows + one.removed <= most, nodes
+        if one.kind in ("Sort", "Incremental Sort"):
+            assert one.rows <= most, nodes
+
+
+def prepare(conn: Conn, analysed: bool) -> int:
+    factories.steps(conn, BACKLOG, input={"text": "x" * 100})
+    if analysed:
+        conn.execute("ANALYZE cyclone_steps, cyclone_ready, cyclone_claims, cyclone_lives, cyclone_lanes")
+    return factories.life(conn)
+
+
+@both_modes
+@both_states
+def test_a_claim_follows_the_key_of_the_tickets_and_stops_when_it_has_enough(
+    conn: Conn, session: Conn, mode: str, analysed: bool
+) -> None:
+    life = prepare(conn, analysed)
+    params = {
+        "life": life,
+        "claim": 1,
+        "queues": ["default", "empty"],
+        "ranks": list(range(20)),
+        "room": ROOM,
+        "now": None,
+    }
+    nodes = explain(session, "claim_steps", mode, **params)
+    tickets = on(nodes, "cyclone_ready")
+    assert {one.index for one in tickets if one.kind == "Index Scan"} == {"cyclone_ready_pkey"}, tickets
+    assert {one.kind for one in tickets} <= {"Index Scan", "Tid Scan"}, tickets
+    assert indexes(nodes, "cyclone_steps") == {"cyclone_steps_pkey"}, nodes
+    reads_little(nodes, ROOM)
+    assert factories.count(session, "cyclone_steps WHERE state = 'running'") == ROOM
+
+
+@both_modes
+def test_a_claim_passes_over_what_others_hold_without_reading_further_than_it_must(
+    dsn: str, conn: Conn, session: Conn, mode: str
+) -> None:
+    life = prepare(conn, True)
+    params = {"life": life, "claim": 1, "queues": ["default"], "ranks": list(range(20)), "room": ROOM, "now": None}
+    with psycopg.connect(dsn) as other:
+        other.execute("SELECT FROM cyclone_ready ORDER BY lane, rank, ord LIMIT 300 FOR UPDATE")
+        nodes = explain(session, "claim_steps", mode, **params)
+    reads_little(nodes, ROOM + 300)
+
+
+@both_modes
+@both_states
+@pytest.mark.parametrize("step_over", [False, True])
+def test_a_settle_finds_its_steps_by_their_key(
+    conn: Conn, session: Conn, mode: str, analysed: bool, step_over: bool
+) -> None:
+    life = prepare(conn, analysed)
+    ids = _take(session, life, mode)
+    params = {"outputs": ['{"a": 1}'] * ROOM, "closed": [1], "step_over": step_over, "now": None}
+    nodes = explain(session, "complete_steps", mode, ids=ids, claims=[1] * ROOM, **params)
+    assert indexes(nodes, "cyclone_steps") == {"cyclone_steps_pkey"}, nodes
+    # Twice: the update, and the look for what was left out.
+    reads_little(nodes, 2 * ROOM)
+    assert factories.count(session, "cyclone_steps WHERE state = 'completed'") == ROOM
+
+
+@both_modes
+@both_states
+def test_a_return_finds_its_steps_by_their_key(conn: Conn, session: Conn, mode: str, analysed: bool) -> None:
+    life = prepare(conn, analysed)
+    ids = _take(session, life, mode)
+    same = {"verbs": "retry", "states": "scheduled", "delays": 5.0, "called": True}
+    same |= {"kinds": "retryable", "messages": "boom", "tracebacks": "trace"}
+    params = {name: [value] * ROOM for name, value in same.items()}
+    nodes = explain(session, "return_steps", mode, ids=ids, claims=[1] * ROOM, now=None, **params)
+    assert indexes(nodes, "cyclone_steps") == {"cyclone_steps_pkey"}, nodes
+    reads_little(nodes, 2 * ROOM)
+
+
+@both_modes
+@both_states
+def test_a_reclaim_reads_only_what_the_dead_held(conn: Conn, session: Conn, mode: str, analysed: bool) -> None:
+    life = prepare(conn, analysed)
+    _take(session, life, mode)
+    factories.end_life(session, life)
+    nodes = explain(session, "reclaim_steps", mode, claims=20, now=None)
+    assert indexes(nodes, "cyclone_steps") == {"cyclone_steps_pkey"}, nodes
+    reads_little(nodes, 2 * ROOM)
+
+
+@both_modes
+@both_states
+@pytest.mark.contract("G12")
+def test_timers_are_found_by_their_due_time(conn: Conn, session: Conn, mode: str, analysed: bool) -> None:
+    conn.execute(
+        "INSERT INTO cyclone_steps (id, run_id, node, kind, state, max_attempts, input, due_at)"
+        " SELECT n, n, 'noop', 'noop', 'scheduled', 5, 'null', now() + n * interval '1 second' - interval '50 seconds'"
+        " FROM generate_series(1, %s) n",
+        (BACKLOG,),
+    )
+    if analysed:
+        conn.execute("ANALYZE cyclone_steps")
+    nodes = explain(session, "fire_due", mode, batch=1000, now=None)
+    assert "cyclone_steps_due_at" in indexes(nodes, "cyclone_steps"), nodes
+    reads_little(nodes, ROOM)
+    nodes = explain(session, "next_due", mode, now=None)
+    reads_little(nodes, ROOM)
+
+
+@both_modes
+def test_a_poll_for_work_reads_one_ticket(conn: Conn, session: Conn, mode: str) -> None:
+    prepare(conn, False)
+    reads_little(explain(session, "some_ready", mode), 1)
+
+
+async def test_draining_five_thousand_steps_stays_on_their_pages(dsn: str, conn: Conn) -> None:
+    @step("noop")
+    async def handler(ctx: Any, input: Any) -> Any:
+        return {"ok": True, "text": "x" * 50}
+
+    count = 5000
+    factories.steps(conn, count, input={"text": "x" * 100})
+    async with factories.worker(dsn, handler, concurrency=500):
+        await until(lambda: factories.count(conn, "cyclone_steps WHERE state = 'completed'") == count, 30)
+
+    def hot() -> float | None:
+        # Each session reports when it ends.
+        conn.execute("SELECT pg_stat_clear_snapshot()")
+        updates, hot = conn.execute(
+            "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname = 'cyclone_steps'"
+        ).fetchall()[0]
+        return float(hot / updates) if updates >= 2 * count else None
+
+    assert await until(hot) >= 0.85
+
+
+def _take(session: Conn, life: int, mode: str) -> list[int]:
+    params = {"life": life, "claim": 1, "queues": ["default"], "ranks": list(range(20)), "room": ROOM, "now": None}
+    explain(session, "claim_steps", mode, **params)
+    return [row[0] for row in session.execute("SELECT id FROM cyclone_steps WHERE state = 'running' ORDER BY id")]
