@@ -1,0 +1,32 @@
+"""Fixtures for tests that drive real pools from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from process import live
+
+import cyclone
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Iterator[live.Channel]:
+    """What the handlers of `app` tell."""
+    with live.channel(tmp_path) as channel:
+        yield channel
+
+
+@pytest.fixture
+def start_pool(dsn: str, tmp_path: Path, told: live.Channel) -> Iterator[live.Pools]:
+    """Starts pools with the program of `app`; they are killed after the test."""
+    with live.pools(dsn, tmp_path) as pools:
+        yield pools
+
+
+@pytest.fixture
+def client(dsn: str) -> Iterator[cyclone.SyncClient]:
+    """A client for the test's database."""
+    with cyclone.SyncClient(dsn) as client:
+        yield client
