@@ -1,0 +1,1 @@
+"""An example service: it charges for orders, each exactly once."""
