@@ -1,0 +1,1 @@
+"""How fast Cyclone is, measured against yardsticks in the same run. `README.md` says what each figure means."""

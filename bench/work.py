@@ -1,0 +1,245 @@
+"""The work that is measured: handlers, the processes that run them, and the same SQL without any handler.
+
+Processes are forked, as those of a pool are, and share a page of counters with their parent, which therefore sees the
+end without asking the database meanwhile. They connect, wait at a gate, and begin together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import mmap
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Mapping
+
+import msgspec
+import psycopg
+import uvloop
+
+import cyclone
+from cyclone import db
+
+BATCH = 500
+"""How many steps the SQL alone claims and settles at once: what a worker settles at once."""
+PROCS = 2
+_SLOTS = 64
+_MOST_STARTS = 10_000
+
+_fork = multiprocessing.get_context("fork")
+# Made before any fork, so all processes see the same pages.
+_counts = memoryview(mmap.mmap(-1, 8 * _SLOTS)).cast("q")
+_starts = memoryview(mmap.mmap(-1, 8 * _MOST_STARTS)).cast("d")
+_places = _fork.Value(ctypes.c_int, 0)
+_waiting = _fork.Semaphore(0)
+_gate = _fork.Event()
+_slot = 0
+
+
+class Message(msgspec.Struct):
+    """An input, and where one is stored an output, of exactly 100 bytes."""
+
+    seq: int
+    to: str
+    body: str
+
+
+def message(seq: int) -> Message:
+    to = f"user{seq:07d}@example.com"
+    head = len(json.dumps({"seq": seq, "to": to, "body": ""}, separators=(",", ":")))
+    return Message(seq, to, "x" * (100 - head))
+
+
+# Handlers
+
+handlers = cyclone.Registry()
+
+
+@cyclone.action("noop", registry=handlers)
+async def noop(ctx: cyclone.Context, got: Message) -> None:
+    _counts[_slot] += 1
+
+
+@cyclone.step("echo", registry=handlers)
+async def echo(ctx: cyclone.Context, got: Message) -> Message:
+    _counts[_slot] += 1
+    return got
+
+
+@cyclone.action("book", registry=handlers)
+async def book(ctx: cyclone.Context, got: Message) -> None:
+    tx = await ctx.completion_tx()
+    await tx.execute("INSERT INTO bench_ledger (run, note) VALUES (%s, %s)", (int(ctx.run_id), got.body))
+    _counts[_slot] += 1
+
+
+@cyclone.action("stamp", registry=handlers)
+async def stamp(ctx: cyclone.Context, got: Message) -> None:
+    _starts[got.seq] = time.monotonic()
+    _counts[_slot] += 1
+
+
+@handlers.lifespan
+async def begin_together(state: cyclone.State) -> AsyncIterator[None]:
+    _take_slot()
+    _waiting.release()
+    await asyncio.to_thread(_gate.wait)
+    yield
+
+
+def _take_slot() -> None:
+    global _slot
+    with _places.get_lock():
+        _slot, _places.value = _places.value, _places.value + 1
+
+
+# Processes
+
+
+class Crew:
+    """Processes at the gate. `go` lets them through."""
+
+    def __init__(self, pids: list[int], alive: Callable[[], bool]) -> None:
+        self.pids = pids
+        self._alive = alive
+
+    def wait_for_one(self) -> None:
+        """Returns when one more process is at the gate."""
+        until = time.monotonic() + 60
+        while not _waiting.acquire(timeout=0.1):
+            if time.monotonic() > until or not self._alive():
+                raise RuntimeError("the processes did not start")
+
+    def go(self) -> None:
+        _gate.set()
+
+    def wait(self, count: int, on_progress: Callable[[int], None], timeout_s: float = 300.0) -> list[tuple[float, int]]:
+        """Returns when `count` steps were executed, with how many there were after how many seconds."""
+        begin = time.perf_counter()
+        series: list[tuple[float, int]] = []
+        while True:
+            now, done = time.perf_counter() - begin, sum(_counts)
+            if not series or now - series[-1][0] >= 0.05 or done >= count:
+                series.append((now, done))
+                on_progress(done)
+            if done >= count:
+                return series
+            if now > timeout_s or not self._alive():
+                died = "" if self._alive() else "; a process has ended"
+                raise RuntimeError(f"only {done} of {count} steps were executed after {now:.0f} s{died}")
+            time.sleep(0.002)
+
+
+def starts(count: int) -> list[float]:
+    """When `stamp` was called for each of the first inputs, by the monotonic clock that all processes share."""
+    return [_starts[seq] for seq in range(count)]
+
+
+def executed() -> int:
+    """How often handlers were called since the crew was made."""
+    return sum(_counts)
+
+
+@contextlib.contextmanager
+def workers(dsn: str, procs: int = PROCS) -> Generator[Crew]:
+    """Processes with a `cyclone.Worker` each, as a program embeds it."""
+    with _crew(procs, _work, dsn) as crew:
+        yield crew
+
+
+@contextlib.contextmanager
+def pool(dsn: str, procs: int = PROCS) -> Generator[Crew]:
+    """What `cyclone-pool` runs: a supervisor, its workers and a sweeper."""
+    with _crew(1, _supervise, dsn, procs, waiting=procs) as crew:
+        yield crew
+
+
+@contextlib.contextmanager
+def statements_alone(dsn: str, output: str | None, procs: int = PROCS) -> Generator[Crew]:
+    """The yardstick: processes that send a worker's own claim and settle statements, and call no handler."""
+    with _crew(procs, _claim_and_settle, dsn, output) as crew:
+        yield crew
+
+
+@contextlib.contextmanager
+def _crew(procs: int, target: Callable[..., None], *args: object, waiting: int | None = None) -> Generator[Crew]:
+    _counts[:] = memoryview(bytes(8 * _SLOTS)).cast("q")
+    _starts[:] = memoryview(bytes(8 * _MOST_STARTS)).cast("d")
+    _places.value = 0
+    _gate.clear()
+    processes = [_fork.Process(target=target, args=args) for _ in range(procs)]
+    try:
+        for process in processes:
+            process.start()
+        crew = Crew([p.pid for p in processes if p.pid], lambda: all(p.is_alive() for p in processes))
+        for _ in range(waiting or procs):
+            crew.wait_for_one()
+        yield crew
+    finally:
+        _gate.set()  # who still waits there could not hear the signal
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.join(60)
+            process.kill()
+
+
+def _work(dsn: str) -> None:
+    async def main() -> None:
+        worker = cyclone.Worker(dsn, handlers)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
+        await worker.run()
+
+    uvloop.run(main())
+
+
+def _supervise(dsn: str, procs: int) -> None:
+    os._exit(cyclone.Pool("bench.work:handlers", dsn=dsn, procs=procs, metrics_port=0).run())
+
+
+def _claim_and_settle(dsn: str, output: str | None) -> None:
+    _take_slot()
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    sql = db.statements("public")
+    conn = db.connect_sync(dsn, application_name="cyclone bench")
+    life = random.getrandbits(62)
+    kinds = sorted(handlers.steps)
+    conn.execute(
+        sql["begin_life"],
+        {
+            "life": life, "host": "bench", "pid": os.getpid(), "queues": ["default"],
+            "kinds": kinds, "versions": [1] * len(kinds), "now": None, "lease_s": 3600.0,
+        },
+    )  # fmt: skip
+    claim = {"life": life, "queues": ["default"], "ranks": list(range(20)), "room": BATCH, "now": None}
+    _waiting.release()
+    _gate.wait()
+    while rows := _run(conn, sql["claim_steps"], claim | {"claim": (number := random.getrandbits(62))}):
+        if not rows[0][0]:
+            break
+        ids = [row[1] for row in rows]
+        refused = _run(
+            conn,
+            sql["complete_steps"],
+            {
+                "ids": ids, "claims": [number] * len(ids), "outputs": [output] * len(ids),
+                "closed": [number], "step_over": False, "now": None,
+            },
+        )  # fmt: skip
+        if refused:
+            raise RuntimeError(f"{len(refused)} steps were not completed")
+        _counts[_slot] += len(ids)
+    signal.pause()
+
+
+def _run(
+    conn: psycopg.Connection[tuple[object, ...]], query: bytes, params: Mapping[str, object]
+) -> list[tuple[object, ...]]:
+    cursor = conn.cursor(binary=True)
+    cursor.execute(query, params)
+    return cursor.fetchall()

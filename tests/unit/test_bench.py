@@ -1,0 +1,52 @@
+"""The benchmark's own arithmetic and its report; the suites themselves run with `make bench`."""
+
+import io
+from pathlib import Path
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from bench import report, work
+from bench.conftest import medians
+from bench.server import percentile
+
+CASE = {
+    "case": "no-op",
+    "figures": {"steps/s": 1200.0, "SQL alone/s": None, "ratio": 0.5},
+    "rounds": [{"steps/s": 1000.0, "SQL alone/s": None}, {"steps/s": 1250.0, "SQL alone/s": None}],
+    "bars": ["steps/s", "SQL alone/s"],
+    "lines": {"x": "s", "y": "steps", "<Cyclone>": [[0.0, 0], [1.0, 100]]},
+}
+
+
+def test_messages_have_100_bytes() -> None:
+    assert {len(msgspec.json.encode(work.message(seq))) for seq in (0, 9, 99_999, 1_234_567)} == {100}
+
+
+def test_percentile() -> None:
+    values = [float(n) for n in range(100, 0, -1)]
+    assert [percentile(values, p) for p in (0, 50, 99, 100)] == [1, 50, 99, 100]
+    assert percentile([7.0], 99) == 7
+
+
+def test_median_is_missing_where_a_round_has_none() -> None:
+    assert medians([{"a": 1.0, "b": 2.0}, {"a": 3.0, "b": None}]) == {"a": 2.0, "b": None}
+
+
+@pytest.mark.parametrize("before", [(), [{**CASE, "figures": {"steps/s": 1000.0, "ratio": 0.5}}]])
+def test_table_shows_medians_changes_and_spread(before: list[report.Case]) -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(report.table("drain", [CASE], before))
+    text = console.export_text()
+    assert "1,200" in text and "–" in text and "20 %" in text
+    assert ("(+20 %)" in text) == bool(before)
+
+
+def test_plots_are_xml(tmp_path: Path) -> None:
+    files = report.draw({"drain": [CASE]}, tmp_path)
+    assert [file.name for file in files] == ["drain.svg", "drain-0.svg"]
+    for file in files:
+        ElementTree.parse(file)
+    assert "&lt;Cyclone&gt;" in files[1].read_text()
