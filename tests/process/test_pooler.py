@@ -125,7 +125,7 @@ def behind(conn: Conn) -> list[tuple[int, str, str]]:
 SETTINGS = ("lock_timeout", "statement_timeout", "synchronous_commit", "enable_seqscan", "application_name")
 
 
-@pytest.mark.contract("F6", "F7", "FM-030", "FM-005")
+@pytest.mark.contract("F6", "F7", "FM-030")
 def test_everything_works_through_a_pooler_in_transaction_mode(
     start_pool: live.Pools, told: live.Channel, conn: Conn, bouncer: Bouncer
 ) -> None:

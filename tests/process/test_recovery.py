@@ -266,7 +266,7 @@ def test_another_sweeper_takes_over_and_meanwhile_work_goes_on(
     assert first.end() == 0 and second.end() == 0
 
 
-@pytest.mark.contract("F2", "FM-003")
+@pytest.mark.contract("F2")
 def test_three_sweepers_beside_a_pool_reclaim_nothing_twice(
     start_pool: live.Pools, told: live.Channel, conn: Conn, dsn: str
 ) -> None:

@@ -130,6 +130,25 @@ def test_many_steps_at_once_fill_every_slot(
     assert pool.end() == 0
 
 
+@pytest.mark.contract("FM-070")
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="a claim asks for as many steps as there are slots, whatever their sort: what the threads (or the "
+    "completion pool) have no room for waits at its gate as long as handlers take, while other workers are idle",
+)
+def test_steps_for_threads_spread_over_idle_workers(
+    start_pool: live.Pools, told: live.Channel, client: cyclone.SyncClient
+) -> None:
+    start_pool(procs=2, concurrency=10, threads=2)
+    app.work_in_thread.enqueue_many(client, [app.Job(gate="go") for _ in range(4)])
+    told.expect("entered", 2)
+    try:
+        told.expect("entered", 4, limit_s=3)
+    finally:
+        told.open("go")
+
+
 # Short delays
 
 
