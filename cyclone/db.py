@@ -217,6 +217,11 @@ def _check_pooler(dsn: str, conn: psycopg.Connection[Any] | psycopg.AsyncConnect
         )
 
 
+def brief(exc: BaseException) -> str:
+    """The message of an error on one line, for a log; libpq's has several."""
+    return " ".join(str(exc).split()) or type(exc).__name__
+
+
 def unreachable(dsn: str, exc: BaseException) -> ConnectError:
     """The error for a database that does not answer; libpq's own text can name the user, but never the password."""
     text = " ".join(str(exc).split())

@@ -119,7 +119,7 @@ class Keeper:
                         pause = 0.1
                 return
             except (psycopg.Error, ConnectError, OSError) as exc:
-                log.warning("the lease cannot be renewed now and is tried again: %s", " ".join(str(exc).split()))
+                log.warning("the lease cannot be renewed now and is tried again: %s", db.brief(exc))
             self._watch()
             self._stop.wait(min(pause, self._lease_s / 6) * random.uniform(0.8, 1.2))
             pause = min(pause * 2, 5.0)

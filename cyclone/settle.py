@@ -158,7 +158,7 @@ class Settler:
                     self._drop(rest, "the database could not be reached while the lease held")
                     return
                 log.warning(
-                    "settling %d outcomes failed and is tried again in %.1f s: %s", len(rest), pause, _short(exc)
+                    "settling %d outcomes failed and is tried again in %.1f s: %s", len(rest), pause, db.brief(exc)
                 )
                 await asyncio.sleep(pause * random.uniform(0.8, 1.2))
                 pause = min(pause * 2, 5.0)
@@ -286,7 +286,7 @@ class Settler:
     def _blame(self, outcome: Outcome, exc: psycopg.Error) -> None:
         """The server refused this one outcome for its data."""
         # The server may quote what it refuses.
-        text = self._edit(f"the outcome cannot be stored: {_short(exc)}")
+        text = self._edit(f"the outcome cannot be stored: {db.brief(exc)}")
         log.error("step %s (%s): %s", outcome.step.id, outcome.step.kind, text)
         failure = Failure(ErrorKind.PERMANENT, text, "")
         refused = Outcome(outcome.step, Verb.DISCARD, failure=failure)
@@ -356,7 +356,3 @@ def _event(outcome: Outcome) -> Event:
     # An attempt whose handler was never called is given back.
     attempt = step.attempt - (not outcome.called and not step.resume)
     return events.seen(_EVENTS[outcome.verb], step.run_id, step.node, step.kind, step.queue, attempt, detail)
-
-
-def _short(exc: BaseException) -> str:
-    return " ".join(str(exc).split()) or type(exc).__name__

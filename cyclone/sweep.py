@@ -208,7 +208,7 @@ class Sweeper:
                 except (psycopg.Error, ConnectError, OSError, TimeoutError) as exc:
                     if isinstance(exc, ConnectError):
                         self.reached = 0.0  # known at once, and not only by a long silence
-                    log.warning("sweeping was interrupted and goes on in %.1f s: %s", pause, " ".join(str(exc).split()))
+                    log.warning("sweeping was interrupted and goes on in %.1f s: %s", pause, db.brief(exc))
                     await asyncio.sleep(pause * random.uniform(0.8, 1.2))
                     pause = min(pause * 2, 5.0)
         finally:

@@ -284,12 +284,16 @@ class Worker:
                 finally:
                     await conn.close()
             except (psycopg.OperationalError, ConnectError, OSError) as exc:
-                log.warning("cannot start yet, tried again in %.1f s: %s", pause, " ".join(str(exc).split()))
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(pause * random.uniform(0.8, 1.2)):
-                        await self._stopping.wait()
+                log.warning("cannot start yet, tried again in %.1f s: %s", pause, db.brief(exc))
+                await self._rest(pause)
                 pause = min(pause * 2, 10.0)
         return False
+
+    async def _rest(self, pause_s: float) -> None:
+        """About so long, but no longer than until the worker is told to stop."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s * random.uniform(0.8, 1.2)):
+                await self._stopping.wait()
 
     def _make_keeper(self, loop: asyncio.AbstractEventLoop) -> lease.Keeper:
         pairs = sorted(self._handlers)
@@ -422,13 +426,11 @@ class Worker:
                     else:  # nothing unlocked was left
                         await self._news.wait(self._poll_s())
                 except (psycopg.Error, ConnectError, OSError) as exc:
-                    log.warning("claiming was interrupted and goes on in %.1f s: %s", pause, " ".join(str(exc).split()))
+                    log.warning("claiming was interrupted and goes on in %.1f s: %s", pause, db.brief(exc))
                     if conn is not None:
                         await conn.close()
                         conn = None
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(pause * random.uniform(0.8, 1.2)):
-                            await self._stopping.wait()
+                    await self._rest(pause)
                     pause = min(pause * 2, 5.0)
         finally:
             if conn is not None:

@@ -241,6 +241,24 @@ async def worker(dsn: str, *steps: Step[Any, Any], **options: Any) -> AsyncItera
         yield running
 
 
+async def ended(conn: Conn, *made: Made, limit: float = 10.0) -> None:
+    """Waits until no worker has anything to do with the steps any more."""
+    ids = [one.id for one in made]
+    rows = "cyclone_steps WHERE id = ANY(%s) AND state IN ('available', 'running')"
+    await until(lambda: not count(conn, rows, ids), limit)
+
+
+async def alone(
+    dsn: str, conn: Conn, handler: Step[Any, Any], input: Any = None, *, limit: float = 10.0, **columns: Any
+) -> Made:
+    """Runs one step of this handler on a worker until it has ended, and returns it."""
+    options = columns.pop("worker", {})
+    made = step(conn, handler.name, input=input, **columns)
+    async with worker(dsn, handler, **options):
+        await ended(conn, made, limit=limit)
+    return made
+
+
 @contextlib.asynccontextmanager
 async def sweeper(dsn: str, interval: float = 0.05) -> AsyncIterator[sweep.Sweeper]:
     """A sweeper in the test's loop."""

@@ -11,7 +11,7 @@ from typing import Any
 import factories
 import psycopg
 import pytest
-from factories import errors, read, state, until
+from factories import alone, ended, errors, read, state, until
 from proxy import Proxy
 from psycopg import conninfo
 
@@ -35,20 +35,6 @@ def _ledger(conn: Conn) -> None:
 def proxy(dsn: str) -> Iterator[Proxy]:
     with Proxy(dsn) as proxy:
         yield proxy
-
-
-async def ended(conn: Conn, *made: factories.Made, limit: float = 10.0) -> None:
-    ids = [one.id for one in made]
-    rows = "cyclone_steps WHERE id = ANY(%s) AND state IN ('available', 'running')"
-    await until(lambda: not factories.count(conn, rows, ids), limit)
-
-
-async def alone(dsn: str, conn: Conn, handler: Step[Any, Any], input: Any = None, **columns: Any) -> factories.Made:
-    options = columns.pop("worker", {})
-    made = factories.step(conn, handler.name, input=input, **columns)
-    async with factories.worker(dsn, handler, **options):
-        await ended(conn, made)
-    return made
 
 
 def written(conn: Conn) -> list[tuple[str, str]]:

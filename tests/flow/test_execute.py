@@ -13,7 +13,7 @@ import factories
 import msgspec
 import psycopg
 import pytest
-from factories import errors, read, state, until
+from factories import alone, ended, errors, read, state, until
 
 from cyclone.context import Context, SyncContext
 from cyclone.errors import Cancelled, LeaseLostError, Permanent, RetryAfter, Snooze
@@ -24,22 +24,6 @@ Conn = psycopg.Connection[Any]
 
 NEVER = fixed(timedelta(days=300))
 """A backoff that leaves a failed step where a test can look at it."""
-
-
-async def ended(conn: Conn, *made: factories.Made, limit: float = 10.0) -> None:
-    """Waits until no worker has anything to do with the steps any more."""
-    ids = [one.id for one in made]
-    rows = "cyclone_steps WHERE id = ANY(%s) AND state IN ('available', 'running')"
-    await until(lambda: not factories.count(conn, rows, ids), limit)
-
-
-async def alone(dsn: str, conn: Conn, handler: Step[Any, Any], input: Any = None, **columns: Any) -> factories.Made:
-    """Runs one step of this handler on a worker until it has ended, and returns it."""
-    options = columns.pop("worker", {})
-    made = factories.step(conn, handler.name, input=input, **columns)
-    async with factories.worker(dsn, handler, **options):
-        await ended(conn, made)
-    return made
 
 
 # What a handler returns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import sys
@@ -21,25 +22,13 @@ import cyclone
 from cyclone import subprocesses
 from cyclone.context import ProcessContext, SyncContext
 from cyclone.errors import InvalidOptionError, InvalidOptionTypeError
-from cyclone.registry import Step, step
+from cyclone.registry import step
 
 Conn = psycopg.Connection[Any]
 
-
-async def ended(conn: Conn, *made: factories.Made, limit: float = 30.0) -> None:
-    """Waits until no worker has anything to do with the steps any more."""
-    ids = [one.id for one in made]
-    rows = "cyclone_steps WHERE id = ANY(%s) AND state IN ('available', 'running')"
-    await until(lambda: not factories.count(conn, rows, ids), limit)
-
-
-async def alone(dsn: str, conn: Conn, handler: Step[Any, Any], input: Any = None, **columns: Any) -> factories.Made:
-    """Runs one step of this handler on a worker until it has ended, and returns it."""
-    options = columns.pop("worker", {})
-    made = factories.step(conn, handler.name, input=input, **columns)
-    async with factories.worker(dsn, handler, **options):
-        await ended(conn, made)
-    return made
+# An interpreter has to start first.
+ended = functools.partial(factories.ended, limit=30.0)
+alone = functools.partial(factories.alone, limit=30.0)
 
 
 async def told(path: Path) -> str:
