@@ -334,7 +334,7 @@ def _enqueue(
 
     What is not given is as the step declares it. With --jsonl a bad line ends the command, and nothing is enqueued.
     """
-    from . import db, plan, submit
+    from . import db, plan, store
 
     if (input is None) == (jsonl is None):
         raise InvalidOptionError("give either JSON (null for a step without input) or --jsonl FILE")
@@ -358,7 +358,7 @@ def _enqueue(
     statements = db.statements(schema)
     # Bad options are refused before anything is connected.
     checked = cast("registry.EnqueueManyOptions", options)
-    prepare = functools.partial(submit.prepare, inputs=(), options=checked, max_input_bytes=_MAX_INPUT, in_tx=True)
+    prepare = functools.partial(store.prepare, inputs=(), options=checked, max_input_bytes=_MAX_INPUT, in_tx=True)
     prepare(_declare(step, {}))
     with contextlib.ExitStack() as stack:
         file = None if jsonl is None else _open(stack, jsonl)
@@ -374,11 +374,11 @@ def _enqueue(
         with conn.transaction():
             while inputs := list(itertools.islice(values, _CHUNK)):
                 some = msgspec.structs.replace(batch, inputs=inputs)
-                stored = plan.drive_sync(conn, submit.store(statements, some, notify=False))
+                stored = plan.drive_sync(conn, store.store(statements, some, notify=False))
                 run_id, count, asleep = stored.ids[0], count + len(inputs), asleep or stored.asleep
                 advance(count)
         if asleep:
-            plan.drive_sync(conn, submit.wake(statements))
+            plan.drive_sync(conn, store.wake(statements))
     if file is not None:
         _print_json({"step": step, "enqueued": count}) if as_json else print(f"enqueued {count:,} steps")
     elif as_json:
@@ -607,7 +607,7 @@ def _retry(
 
     Exits with 4 if NODE is not discarded; with --all nothing to reopen is no error.
     """
-    from . import control, db, plan, submit, views
+    from . import control, db, plan, store, views
 
     if (node is None) != everything:
         raise InvalidOptionError("give either NODE or --all")
@@ -621,7 +621,7 @@ def _retry(
         with conn.transaction(force_rollback=dry_run):
             done = plan.drive_sync(conn, control.reopen(statements, number, node, asked, notify=False))
         if done.asleep and not dry_run:
-            plan.drive_sync(conn, submit.wake(statements))
+            plan.drive_sync(conn, store.wake(statements))
     nodes = [event.node for event in done.events]
     if as_json:
         _print_json({"run_id": run, "nodes": nodes, "dry_run": dry_run})

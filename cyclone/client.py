@@ -20,17 +20,17 @@ import psycopg_pool
 from psycopg import conninfo
 from psycopg.rows import tuple_row
 
-from . import config, control, db, handles, migrate, submit, views
+from . import config, control, db, graph, handles, migrate, runs, store, views, wake
 from .errors import (
     CycloneError,
     InvalidOptionError,
 )
-from .events import Hook, OnStepEvent, seen
+from .events import Hook, OnStepEvent, seen, seen_run
 from .handles import StepHandle, SyncStepHandle
-from .model import Cursor, Event, RunID, StepInfo
+from .model import Cursor, Event, Page, RunID, RunInfo, StepInfo
 from .plan import Plan, check_tx, drive, drive_sync
 from .registry import AsyncTx, EnqueueManyOptions, Step, SyncTx
-from .states import EventKind
+from .states import EventKind, RunState
 
 T = TypeVar("T")
 In = TypeVar("In")
@@ -95,7 +95,7 @@ class _ClientBase:
         if not given_pool and "dsn" not in found:
             raise InvalidOptionError("no database was named: give dsn=, pool= or the variable CYCLONE_DSN")
         self._statements = db.statements(found.get("schema", "public"))
-        self._quiet = submit.Quiet()
+        self._quiet = wake.Quiet()
         self._max_input_bytes = config.count("max_input_bytes", max_input_bytes)
         self._application_name = config.text("application_name", application_name)
         self._dsn = "" if given_pool else str(found["dsn"])
@@ -112,12 +112,15 @@ class _ClientBase:
         place = db.where(self._dsn) if self._dsn else "a given pool"
         return f"<{type(self).__name__} {place}, schema {self._statements.schema}>"
 
+    def _tell_submitted(self, hook: Hook, batch: store.Runs, found: Sequence[store.Submitted]) -> None:
+        hook.tell([seen_run(EventKind.RUN_STARTED, one.run_id, batch.workflow.name) for one in found if one.created])
+
     def _prepared(
         self, step: Step[Any, Any], inputs: Iterable[Any], options: EnqueueManyOptions, *, in_tx: bool
-    ) -> submit.Batch:
-        return submit.prepare(step, inputs, options, max_input_bytes=self._max_input_bytes, in_tx=in_tx)
+    ) -> store.Batch:
+        return store.prepare(step, inputs, options, max_input_bytes=self._max_input_bytes, in_tx=in_tx)
 
-    def _tell_enqueued(self, hook: Hook, batch: submit.Batch, ids: Sequence[str]) -> None:
+    def _tell_enqueued(self, hook: Hook, batch: store.Batch, ids: Sequence[str]) -> None:
         later = batch.scheduled_at is not None and batch.scheduled_at > datetime.now(UTC)
         kind = EventKind.SCHEDULED if batch.delay_s or later else EventKind.ENQUEUED
         hook.tell([seen(kind, run_id, batch.kind, batch.kind, batch.settings.queue, 0) for run_id in ids])
@@ -167,6 +170,9 @@ class Client(_ClientBase):
         )
         self._given = pool
         self._pool = pool
+        self._submissions = runs.AsyncSubmissions(
+            runs.Door(self._statements, self._run, self._hook), self._store_runs, self._max_input_bytes
+        )
 
     async def open(self) -> None:
         """Connects and looks at the schema; harmless when open. Raises ConnectError or SchemaVersionError."""
@@ -207,6 +213,55 @@ class Client(_ClientBase):
     ) -> None:
         await self.close()
 
+    async def get_run(self, run_id: str) -> RunInfo:
+        """One run as it is stored: of a workflow, or a step that was enqueued by itself. Raises NotFoundError if none is
+        visible.
+        """
+        return await self._run(views.run(self._statements, run_id))
+
+    async def list_runs(
+        self,
+        *,
+        workflow: str | graph.AnyWorkflow | None = None,
+        state: RunState | str | None = None,
+        key: str | None = None,
+        tag: str | None = None,
+        created_after: datetime | None = None,
+        created_before: datetime | None = None,
+        limit: int = 100,
+        after: str | None = None,
+    ) -> Page[RunInfo]:
+        """Runs of workflows that match all that is given, newest first, at most `limit` (up to 1,000).
+
+        `after` is the `next` of the page before: pages do not shift while runs come and go. `key` is a submit key,
+        `tag` one of the run's tags, times are aware datetimes. Raises InvalidOptionError before any connection is taken.
+        """
+        wanted = views.run_filter(
+            workflow=workflow, state=state, key=key, tag=tag, created_after=created_after,
+            created_before=created_before, limit=limit, after=after,
+        )  # fmt: skip
+        return await self._run(views.runs(self._statements, wanted))
+
+    async def cancel(self, run_id: str, *, reason: str | None = None, actor: str | None = None) -> bool:
+        """Cancels a run; False if it had ended already, and then nothing is changed.
+
+        Its nodes that have not ended become `cancelled`; handlers that run are told to stop within two seconds, and what
+        they still return or write on their completion transactions is refused. `reason` is kept with the run, and with
+        `actor` (default: `user@host` of this process) in the event `run_cancelled`. A step that was enqueued by itself is
+        cancelled as by `cancel_step`. Waits while another transaction holds the run. Raises NotFoundError if no such run
+        is visible.
+        """
+        asked = control.request(actor=actor, reason=reason)
+        return await self._run(handles.cancel_run(self._statements, self._hook, run_id, asked))
+
+    async def cancel_tx(self, tx: AsyncTx, run_id: str, *, reason: str | None = None, actor: str | None = None) -> bool:
+        """As `cancel`, in the caller's transaction, which holds the run and what it ended until its end. Of a run with
+        more than 1,000 open nodes the rest is ended by a sweeper after the commit.
+        """
+        asked = control.request(actor=actor, reason=reason)
+        check_tx(tx, psycopg.AsyncConnection, "Client")
+        return await drive(tx, control.cancel_run(self._statements, views.run_number(run_id), asked)) is not None
+
     async def get_step(self, run_id: str, node: str) -> StepInfo:
         """One step as it is stored. Raises NotFoundError if none is visible."""
         return await self._run(views.step(self._statements, run_id, node))
@@ -235,6 +290,7 @@ class Client(_ClientBase):
         node: str,
         *,
         additional_attempts: int | None = None,
+        deadline: datetime | timedelta | float | None = None,
         reason: str | None = None,
         actor: str | None = None,
     ) -> None:
@@ -244,10 +300,15 @@ class Client(_ClientBase):
         list of its errors stays. `reason`, up to 10,000 bytes, and `actor` (default: `user@host` of this process) are
         recorded in the event `reopened`. Commits by itself.
 
+        A run of a workflow that had ended is running again, and the nodes that were cancelled because of that failure
+        come back; those that somebody cancelled do not. A run whose deadline has passed needs a new `deadline`: an aware
+        datetime, or a timedelta or seconds from now.
+
         Raises InvalidOptionError before any connection is taken, NotFoundError if no such node is visible, and
-        InvalidStateError if it is not discarded. Waits while another transaction holds the step.
+        InvalidStateError if it is not discarded, if the run was cancelled, or if it needs a new deadline. Waits while
+        another transaction holds the step or its run.
         """
-        asked = control.request(actor=actor, reason=reason, additional_attempts=additional_attempts)
+        asked = control.request(actor=actor, reason=reason, additional_attempts=additional_attempts, deadline=deadline)
         await self._run(handles.reopen(self._statements, self._hook, run_id, node, asked))
 
     async def retry_all(
@@ -255,14 +316,16 @@ class Client(_ClientBase):
         run_id: str,
         *,
         additional_attempts: int | None = None,
+        deadline: datetime | timedelta | float | None = None,
         reason: str | None = None,
         actor: str | None = None,
     ) -> int:
         """Reopens every discarded node of a run, as `retry` does, in one commit; returns how many there were.
 
-        0 when none is discarded, and then nothing is changed. Raises NotFoundError if no such run is visible.
+        0 when none is discarded, and then nothing is changed; but a new `deadline` also brings back a run that had run
+        out of time. Raises NotFoundError if no such run is visible.
         """
-        asked = control.request(actor=actor, reason=reason, additional_attempts=additional_attempts)
+        asked = control.request(actor=actor, reason=reason, additional_attempts=additional_attempts, deadline=deadline)
         return await self._run(handles.reopen(self._statements, self._hook, run_id, None, asked))
 
     async def retry_tx(
@@ -272,6 +335,7 @@ class Client(_ClientBase):
         node: str,
         *,
         additional_attempts: int | None = None,
+        deadline: datetime | timedelta | float | None = None,
         reason: str | None = None,
         actor: str | None = None,
     ) -> None:
@@ -280,7 +344,7 @@ class Client(_ClientBase):
         `tx` is a psycopg connection in a transaction (else TransactionRequiredError; TypeError for another object). The
         step stays locked until it ends. After an error of Cyclone's own the transaction goes on.
         """
-        asked = control.request(actor=actor, reason=reason, additional_attempts=additional_attempts)
+        asked = control.request(actor=actor, reason=reason, additional_attempts=additional_attempts, deadline=deadline)
         check_tx(tx, psycopg.AsyncConnection, "Client")
         await drive(tx, _reopen_in(self._statements, run_id, node, asked))
 
@@ -290,11 +354,12 @@ class Client(_ClientBase):
         run_id: str,
         *,
         additional_attempts: int | None = None,
+        deadline: datetime | timedelta | float | None = None,
         reason: str | None = None,
         actor: str | None = None,
     ) -> int:
         """As `retry_all`, in the caller's transaction, as `retry_tx`."""
-        asked = control.request(actor=actor, reason=reason, additional_attempts=additional_attempts)
+        asked = control.request(actor=actor, reason=reason, additional_attempts=additional_attempts, deadline=deadline)
         check_tx(tx, psycopg.AsyncConnection, "Client")
         return await drive(tx, _reopen_in(self._statements, run_id, None, asked))
 
@@ -361,12 +426,43 @@ class Client(_ClientBase):
         if not batch.inputs:
             return []
         if tx is not None:
-            ids = (await drive(tx, submit.store(self._statements, batch, notify=True))).ids
+            ids = (await drive(tx, store.store(self._statements, batch, notify=True))).ids
         else:
-            ids = await self._run(submit.enqueue(self._statements, batch, quiet=self._quiet))
+            ids = await self._run(store.enqueue(self._statements, batch, quiet=self._quiet))
             if self._hook is not None:
                 self._tell_enqueued(self._hook, batch, ids)
         return [StepHandle(self._run, self._statements, step, RunID(run_id), self._hook) for run_id in ids]
+
+    async def __cyclone_submit__(
+        self, workflow: graph.AnyWorkflow, inputs: Iterable[Any], options: graph.SubmitOptions, tx: Any = None, /
+    ) -> list[Any]:
+        return await self._submissions.submit(workflow, inputs, options, tx)
+
+    async def __cyclone_submit_once__(
+        self,
+        workflow: graph.AnyWorkflow,
+        items: Iterable[tuple[str, Any]],
+        options: graph.SubmitOptions,
+        compare: object,
+        tx: Any = None,
+        /,
+    ) -> list[runs.OnceResult[Any]]:
+        return await self._submissions.submit_once(workflow, items, options, compare, tx)
+
+    async def __cyclone_find__(self, workflow: graph.AnyWorkflow, key: str, /) -> Any:
+        return await self._submissions.find(workflow, key)
+
+    def __cyclone_run__(self, workflow: graph.AnyWorkflow, run_id: str, /) -> Any:
+        return self._submissions.get(workflow, run_id)
+
+    async def _store_runs(self, batch: store.Runs, tx: Any) -> list[store.Submitted]:
+        if tx is not None:
+            check_tx(tx, psycopg.AsyncConnection, "Client")
+            return (await drive(tx, store.store_runs(self._statements, batch, notify=True)))[0]
+        found = await self._run(store.submit(self._statements, batch, quiet=self._quiet))
+        if self._hook is not None:
+            self._tell_submitted(self._hook, batch, found)
+        return found
 
     async def _check(self, conn: psycopg.AsyncConnection[Any]) -> None:
         with _plain(conn):
@@ -405,6 +501,9 @@ class SyncClient(_ClientBase):
         )
         self._given = pool
         self._pool = pool
+        self._submissions = runs.SyncSubmissions(
+            runs.Door(self._statements, self._run, self._hook), self._store_runs, self._max_input_bytes
+        )
 
     def open(self) -> None:
         """As Client.open."""
@@ -443,6 +542,40 @@ class SyncClient(_ClientBase):
     ) -> None:
         self.close()
 
+    def get_run(self, run_id: str) -> RunInfo:
+        """As Client.get_run."""
+        return self._run(views.run(self._statements, run_id))
+
+    def list_runs(
+        self,
+        *,
+        workflow: str | graph.AnyWorkflow | None = None,
+        state: RunState | str | None = None,
+        key: str | None = None,
+        tag: str | None = None,
+        created_after: datetime | None = None,
+        created_before: datetime | None = None,
+        limit: int = 100,
+        after: str | None = None,
+    ) -> Page[RunInfo]:
+        """As Client.list_runs."""
+        wanted = views.run_filter(
+            workflow=workflow, state=state, key=key, tag=tag, created_after=created_after,
+            created_before=created_before, limit=limit, after=after,
+        )  # fmt: skip
+        return self._run(views.runs(self._statements, wanted))
+
+    def cancel(self, run_id: str, *, reason: str | None = None, actor: str | None = None) -> bool:
+        """As Client.cancel."""
+        asked = control.request(actor=actor, reason=reason)
+        return self._run(handles.cancel_run(self._statements, self._hook, run_id, asked))
+
+    def cancel_tx(self, tx: SyncTx, run_id: str, *, reason: str | None = None, actor: str | None = None) -> bool:
+        """As Client.cancel_tx."""
+        asked = control.request(actor=actor, reason=reason)
+        check_tx(tx, psycopg.Connection, "SyncClient")
+        return drive_sync(tx, control.cancel_run(self._statements, views.run_number(run_id), asked)) is not None
+
     def get_step(self, run_id: str, node: str) -> StepInfo:
         """As Client.get_step."""
         return self._run(views.step(self._statements, run_id, node))
@@ -462,11 +595,12 @@ class SyncClient(_ClientBase):
         node: str,
         *,
         additional_attempts: int | None = None,
+        deadline: datetime | timedelta | float | None = None,
         reason: str | None = None,
         actor: str | None = None,
     ) -> None:
         """As Client.retry."""
-        asked = control.request(actor=actor, reason=reason, additional_attempts=additional_attempts)
+        asked = control.request(actor=actor, reason=reason, additional_attempts=additional_attempts, deadline=deadline)
         self._run(handles.reopen(self._statements, self._hook, run_id, node, asked))
 
     def retry_all(
@@ -474,11 +608,12 @@ class SyncClient(_ClientBase):
         run_id: str,
         *,
         additional_attempts: int | None = None,
+        deadline: datetime | timedelta | float | None = None,
         reason: str | None = None,
         actor: str | None = None,
     ) -> int:
         """As Client.retry_all."""
-        asked = control.request(actor=actor, reason=reason, additional_attempts=additional_attempts)
+        asked = control.request(actor=actor, reason=reason, additional_attempts=additional_attempts, deadline=deadline)
         return self._run(handles.reopen(self._statements, self._hook, run_id, None, asked))
 
     def retry_tx(
@@ -488,11 +623,12 @@ class SyncClient(_ClientBase):
         node: str,
         *,
         additional_attempts: int | None = None,
+        deadline: datetime | timedelta | float | None = None,
         reason: str | None = None,
         actor: str | None = None,
     ) -> None:
         """As Client.retry_tx."""
-        asked = control.request(actor=actor, reason=reason, additional_attempts=additional_attempts)
+        asked = control.request(actor=actor, reason=reason, additional_attempts=additional_attempts, deadline=deadline)
         check_tx(tx, psycopg.Connection, "SyncClient")
         drive_sync(tx, _reopen_in(self._statements, run_id, node, asked))
 
@@ -502,11 +638,12 @@ class SyncClient(_ClientBase):
         run_id: str,
         *,
         additional_attempts: int | None = None,
+        deadline: datetime | timedelta | float | None = None,
         reason: str | None = None,
         actor: str | None = None,
     ) -> int:
         """As Client.retry_all_tx."""
-        asked = control.request(actor=actor, reason=reason, additional_attempts=additional_attempts)
+        asked = control.request(actor=actor, reason=reason, additional_attempts=additional_attempts, deadline=deadline)
         check_tx(tx, psycopg.Connection, "SyncClient")
         return drive_sync(tx, _reopen_in(self._statements, run_id, None, asked))
 
@@ -557,12 +694,43 @@ class SyncClient(_ClientBase):
         if not batch.inputs:
             return []
         if tx is not None:
-            ids = drive_sync(tx, submit.store(self._statements, batch, notify=True)).ids
+            ids = drive_sync(tx, store.store(self._statements, batch, notify=True)).ids
         else:
-            ids = self._run(submit.enqueue(self._statements, batch, quiet=self._quiet))
+            ids = self._run(store.enqueue(self._statements, batch, quiet=self._quiet))
             if self._hook is not None:
                 self._tell_enqueued(self._hook, batch, ids)
         return [SyncStepHandle(self._run, self._statements, step, RunID(run_id), self._hook) for run_id in ids]
+
+    def __cyclone_submit__(
+        self, workflow: graph.AnyWorkflow, inputs: Iterable[Any], options: graph.SubmitOptions, tx: Any = None, /
+    ) -> list[Any]:
+        return self._submissions.submit(workflow, inputs, options, tx)
+
+    def __cyclone_submit_once__(
+        self,
+        workflow: graph.AnyWorkflow,
+        items: Iterable[tuple[str, Any]],
+        options: graph.SubmitOptions,
+        compare: object,
+        tx: Any = None,
+        /,
+    ) -> list[runs.OnceResult[Any]]:
+        return self._submissions.submit_once(workflow, items, options, compare, tx)
+
+    def __cyclone_find__(self, workflow: graph.AnyWorkflow, key: str, /) -> Any:
+        return self._submissions.find(workflow, key)
+
+    def __cyclone_run__(self, workflow: graph.AnyWorkflow, run_id: str, /) -> Any:
+        return self._submissions.get(workflow, run_id)
+
+    def _store_runs(self, batch: store.Runs, tx: Any) -> list[store.Submitted]:
+        if tx is not None:
+            check_tx(tx, psycopg.Connection, "SyncClient")
+            return drive_sync(tx, store.store_runs(self._statements, batch, notify=True))[0]
+        found = self._run(store.submit(self._statements, batch, quiet=self._quiet))
+        if self._hook is not None:
+            self._tell_submitted(self._hook, batch, found)
+        return found
 
     def _check(self, conn: psycopg.Connection[Any]) -> None:
         with _plain(conn):

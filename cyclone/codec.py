@@ -98,10 +98,23 @@ class Codec(Generic[T]):
     def _builtins(self, value: T) -> object:
         if self._adapter is not None:
             return self._adapter.dump_python(value, warnings="none")
-        return msgspec.to_builtins(value, enc_hook=_encode_custom)
+        return msgspec.to_builtins(value, enc_hook=encode_custom)
 
 
-def _encode_custom(value: Any) -> object:
+def check_builtins(value: object) -> None:
+    """Refuses what jsonb cannot hold among built-in types: EncodeError, as `Codec.encode` does."""
+    if _unbounded(value):
+        raise EncodeError("NaN and infinities are not JSON")
+    try:
+        data = _encoder.encode(value)
+    except UnicodeEncodeError as exc:
+        raise EncodeError("text with a lone surrogate is not valid UTF-8") from exc
+    if b"\\u0000" in data and _NUL.search(data):
+        raise EncodeError("text must not contain NUL")
+
+
+def encode_custom(value: Any) -> object:
+    """What msgspec asks for the encoding of a type that it does not know."""
     # A pydantic model inside a type of msgspec's: pydantic is asked through the model, so it need not be imported here.
     if hasattr(value, "__pydantic_validator__") and hasattr(value, "model_dump"):
         return value.model_dump(mode="json", by_alias=True)
@@ -117,7 +130,7 @@ def _decode_custom(type_: Any, value: Any) -> object:
     raise NotImplementedError(f"type {type_!r} has no decoding")
 
 
-_encoder = msgspec.json.Encoder(enc_hook=_encode_custom)
+_encoder = msgspec.json.Encoder(enc_hook=encode_custom)
 
 
 def _pydantic_adapter(type_: Any) -> Any:
@@ -171,3 +184,35 @@ def _unbounded(value: object) -> bool:
         elif isinstance(one, list | tuple | set | frozenset):
             rest.extend(typing.cast("list[object]", one))
     return False
+
+
+_MOST_DIFFERENCES = 100
+
+
+def differences(old: bytes | str, new: bytes | str) -> list[str]:
+    """Where two JSON texts differ as values of jsonb, as JSON pointers; none when they are equal. At most 100."""
+    found: list[str] = []
+    rest: list[tuple[str, Any, Any]] = [("", msgspec.json.decode(old), msgspec.json.decode(new))]
+    while rest and len(found) < _MOST_DIFFERENCES:
+        path, one, other = rest.pop()
+        left, right = _members(one), _members(other)
+        if left is not None and right is not None and type(one) is type(other):
+            keys = sorted(left.keys() | right.keys(), key=lambda key: (len(key) if key.isdecimal() else 0, key))
+            rest += [(f"{path}/{key}", left.get(key, _MISSING), right.get(key, _MISSING)) for key in reversed(keys)]
+        # True equals 1 in Python, and does not in JSON.
+        elif one is _MISSING or other is _MISSING or isinstance(one, bool) != isinstance(other, bool) or one != other:
+            found.append(path)
+    return found
+
+
+def _members(value: Any) -> dict[str, Any] | None:
+    """What an object or a list holds, by the steps of a JSON pointer."""
+    if isinstance(value, dict):
+        known = typing.cast("dict[str, Any]", value)
+        return {key.replace("~", "~0").replace("/", "~1"): one for key, one in known.items()}
+    if isinstance(value, list):
+        return {str(n): one for n, one in enumerate(typing.cast("typing.Sequence[Any]", value))}
+    return None
+
+
+_MISSING = object()

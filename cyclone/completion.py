@@ -253,7 +253,8 @@ def _finish(statements: db.Statements, step: Claimed, output: str | None, clean:
     """
     schema = statements.quoted
     value = sql.Literal(output).as_string()
-    complete = f"SELECT {schema}.cyclone_complete({step.id}, {step.claim}, '{_seal(step)}', {value})"
+    run = "NULL" if step.graph is None else step.run_id
+    complete = f"SELECT {schema}.cyclone_complete({step.id}, {step.claim}, {run}, '{_seal(step)}', {value})"
     texts = [_LOCK_TIMEOUT, complete, "COMMIT"]
     if clean:
         texts.append(f"SELECT {schema}.cyclone_clean()")

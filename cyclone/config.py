@@ -23,7 +23,7 @@ from typing import Any, TypedDict, cast
 
 import msgspec
 
-from .errors import InvalidOptionError, InvalidOptionTypeError
+from .errors import InvalidKeyError, InvalidOptionError, InvalidOptionTypeError
 
 log = logging.getLogger("cyclone")
 
@@ -102,6 +102,25 @@ def name(what: str, value: object) -> str:
         raise InvalidOptionError(f"{what} must not be empty")
     if any(unicodedata.category(char) == "Cc" for char in value):
         raise InvalidOptionError(f"{what} must not contain control characters: {value!r}")
+    return value
+
+
+_MOST_KEY = 256
+
+
+def key(what: str, value: object) -> str:
+    """A submit key or a unique key: not empty, at most 256 bytes of UTF-8, no NUL. It is taken byte for byte: nothing is
+    trimmed, folded or normalized. Raises InvalidKeyError, and InvalidOptionTypeError for what is no str.
+    """
+    if not isinstance(value, str):
+        raise InvalidOptionTypeError(f"{what} must be a str, not {_kind(value)}")
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError:
+        raise InvalidKeyError(f"{what} has a lone surrogate and is no valid UTF-8") from None
+    if not value or "\0" in value or size > _MOST_KEY:
+        fault = "is empty" if not value else "contains NUL" if "\0" in value else f"is {size} bytes long"
+        raise InvalidKeyError(f"{what} {fault}; a key has 1 to {_MOST_KEY} bytes and no NUL")
     return value
 
 

@@ -15,8 +15,8 @@ import msgspec
 import psycopg
 
 from . import codec, completion, db, records
-from .errors import Cancelled, CompletionTxError, LeaseLostError
-from .model import Claimed, RunID
+from .errors import Cancelled, CompletionTxError, LeaseLostError, NotFoundError
+from .model import Claimed, RunID, StepError
 from .plan import Plan, Run, check_tx, drive, drive_sync
 
 _log = logging.getLogger("cyclone.handler")
@@ -27,6 +27,32 @@ T = TypeVar("T")
 def _refuse_tx(tx: object) -> None:
     if tx is not None:
         raise TypeError("a handler's context joins its completion transaction; give a client to join another one")
+
+
+def _node_name(node: Any) -> str:
+    name = getattr(node, "name", node)
+    if not isinstance(name, str):
+        raise TypeError(f"a step or the name of a node is expected, not {type(node).__name__}")
+    return name
+
+
+def _check_ancestor(known: bool | None, name: str) -> None:
+    if known is None:
+        raise NotFoundError("a step that was enqueued by itself has no other nodes")
+    if not known:
+        raise NotFoundError(f"no node {name!r} comes before this one in its graph")
+
+
+def _load_output(statements: db.Statements, step: Claimed, name: str) -> Plan[bytes | None]:
+    rows = yield Run(statements["load_outputs"], {"runs": [step.run_id], "nodes": [name]})
+    return bytes(rows[0][1]) if rows and rows[0][1] is not None else None
+
+
+def _output(node: Any, data: bytes | None) -> Any:
+    if data is None:
+        return None
+    kind = getattr(node, "output_codec", None)
+    return msgspec.json.decode(data) if kind is None else kind.decode(data)
 
 
 class StepLog(logging.LoggerAdapter[logging.Logger]):
@@ -46,6 +72,10 @@ class AsyncDoors:
     records: records.AsyncRecords
     enqueue: Callable[..., Awaitable[list[Any]]]
     """Stores steps on a connection: (connection, step, inputs, options) -> handles."""
+    submissions: Any
+    """Submits workflows on a connection."""
+    ancestor: Callable[[Claimed, str], bool | None]
+    """Whether a node of this name comes before the step in its graph; None: the step has no graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +85,8 @@ class SyncDoors:
     completions: completion.SyncCompletions
     records: records.SyncRecords
     enqueue: Callable[..., list[Any]]
+    submissions: Any
+    ancestor: Callable[[Claimed, str], bool | None]
 
 
 class _About:
@@ -132,6 +164,16 @@ class _About:
         return self._claimed.enqueued_at
 
     @property
+    def deadline(self) -> datetime | None:
+        """When the run must have ended, if it has a deadline."""
+        return self._claimed.deadline_at
+
+    @property
+    def failed_dependencies(self) -> Sequence[StepError]:
+        """For a node that is declared RUN_ANYWAY: how the nodes failed that it depends on. Empty for all others."""
+        return self._claimed.failed_dependencies
+
+    @property
     def log(self) -> StepLog:
         """A logger whose records carry run, node and attempt."""
         if self._log is None:
@@ -186,9 +228,11 @@ class _Shared(_About):
             raise CompletionTxError("this execution has begun its completion transaction, and completes in that")
         if self._completed_in:
             raise CompletionTxError("complete_in was called before in this execution")
-        fence = {"id": self._claimed.id, "claim": self._claimed.claim}
-        rows = yield Run(statements["complete_in"], {**fence, "output": self._encode(output), "now": None})
-        if not rows:
+        step = self._claimed
+        run = None if step.graph is None else step.run_id
+        fence = {"id": step.id, "claim": step.claim, "run": run}
+        ((done,),) = yield Run(statements["complete_in"], {**fence, "output": self._encode(output), "now": None})
+        if not done:
             raise LeaseLostError("the lease of this step was lost; roll the transaction back")
         self._completed_in = True
 
@@ -204,13 +248,13 @@ class Context(_Shared):
     safe to do again, by the idempotency key.
     """
 
-    __slots__ = ("_begin", "_completions", "_conn", "_done", "_enqueue", "_held_since", "_records", "_tx")
+    __slots__ = ("_begin", "_completions", "_conn", "_done", "_doors", "_held_since", "_records", "_tx")
 
     def __init__(self, claimed: Claimed, state: Any, doors: AsyncDoors | None) -> None:
         super().__init__(claimed, state)
         self._completions = None if doors is None else doors.completions
         self._records = None if doors is None else doors.records
-        self._enqueue = None if doors is None else doors.enqueue
+        self._doors = doors
         self._begin: asyncio.Lock | None = None
         self._tx: completion.CompletionTx | None = None
         self._conn: completion.AsyncTxConnection | None = None
@@ -248,10 +292,44 @@ class Context(_Shared):
         return self._tx
 
     async def __cyclone_enqueue__(self, step: Any, inputs: Iterable[Any], options: Any, tx: Any = None, /) -> list[Any]:
+        doors = self._open(tx)
+        return await doors.enqueue((await self.completion_tx()).connection, step, inputs, options)
+
+    async def __cyclone_submit__(
+        self, workflow: Any, inputs: Iterable[Any], options: Any, tx: Any = None, /
+    ) -> list[Any]:
+        doors = self._open(tx)
+        conn = (await self.completion_tx()).connection
+        return cast("list[Any]", await doors.submissions.submit(workflow, inputs, options, conn))
+
+    async def __cyclone_submit_once__(
+        self, workflow: Any, items: Iterable[Any], options: Any, compare: Any, tx: Any = None, /
+    ) -> list[Any]:
+        doors = self._open(tx)
+        conn = (await self.completion_tx()).connection
+        return cast("list[Any]", await doors.submissions.submit_once(workflow, items, options, compare, conn))
+
+    async def __cyclone_find__(self, workflow: Any, key: str, /) -> Any:
+        return await self._open().submissions.find(workflow, key)
+
+    def __cyclone_run__(self, workflow: Any, run_id: str, /) -> Any:
+        return self._open().submissions.get(workflow, run_id)
+
+    async def output_of(self, node: Any) -> Any:
+        """The output of a node that this one depends on, directly or not; None of one that gave none.
+
+        `node` is its step, if only one node of the graph executes that, or its name. Typed by the step's output; JSON
+        built-ins by name. Raises NotFoundError for a node that is none of those.
+        """
+        name = _node_name(node)
+        _check_ancestor(self._open().ancestor(self._claimed, name), name)
+        return _output(node, await self._store().run(_load_output(self._store().statements, self._claimed, name)))
+
+    def _open(self, tx: object = None) -> AsyncDoors:
         _refuse_tx(tx)
-        if self._enqueue is None:
-            raise CompletionTxError("nothing can be enqueued outside a worker")
-        return await self._enqueue((await self.completion_tx()).connection, step, inputs, options)
+        if self._doors is None:
+            raise CompletionTxError("nothing can be submitted outside a worker")
+        return self._doors
 
     async def complete_in(self, conn: psycopg.AsyncConnection[Any], output: Any = None) -> None:
         """Completes this step in a transaction of the handler's own, on the worker's database.
@@ -321,13 +399,13 @@ class Context(_Shared):
 class SyncContext(_Shared):
     """The context of a `def` handler, which runs in a thread, and may be called more than once as any other."""
 
-    __slots__ = ("_begin", "_completions", "_conn", "_done", "_enqueue", "_held_since", "_records", "_tx")
+    __slots__ = ("_begin", "_completions", "_conn", "_done", "_doors", "_held_since", "_records", "_tx")
 
     def __init__(self, claimed: Claimed, state: Any, doors: SyncDoors | None) -> None:
         super().__init__(claimed, state)
         self._completions = None if doors is None else doors.completions
         self._records = None if doors is None else doors.records
-        self._enqueue = None if doors is None else doors.enqueue
+        self._doors = doors
         self._begin = threading.Lock()
         self._tx: completion.SyncCompletionTx | None = None
         self._conn: completion.SyncTxConnection | None = None
@@ -353,10 +431,36 @@ class SyncContext(_Shared):
         return self._tx
 
     def __cyclone_enqueue__(self, step: Any, inputs: Iterable[Any], options: Any, tx: Any = None, /) -> list[Any]:
+        return self._open(tx).enqueue(self.completion_tx().connection, step, inputs, options)
+
+    def __cyclone_submit__(self, workflow: Any, inputs: Iterable[Any], options: Any, tx: Any = None, /) -> list[Any]:
+        doors = self._open(tx)
+        return cast("list[Any]", doors.submissions.submit(workflow, inputs, options, self.completion_tx().connection))
+
+    def __cyclone_submit_once__(
+        self, workflow: Any, items: Iterable[Any], options: Any, compare: Any, tx: Any = None, /
+    ) -> list[Any]:
+        doors = self._open(tx)
+        conn = self.completion_tx().connection
+        return cast("list[Any]", doors.submissions.submit_once(workflow, items, options, compare, conn))
+
+    def __cyclone_find__(self, workflow: Any, key: str, /) -> Any:
+        return self._open().submissions.find(workflow, key)
+
+    def __cyclone_run__(self, workflow: Any, run_id: str, /) -> Any:
+        return self._open().submissions.get(workflow, run_id)
+
+    def output_of(self, node: Any) -> Any:
+        """As Context.output_of, blocking."""
+        name = _node_name(node)
+        _check_ancestor(self._open().ancestor(self._claimed, name), name)
+        return _output(node, self._store().run(_load_output(self._store().statements, self._claimed, name)))
+
+    def _open(self, tx: object = None) -> SyncDoors:
         _refuse_tx(tx)
-        if self._enqueue is None:
-            raise CompletionTxError("nothing can be enqueued outside a worker")
-        return self._enqueue(self.completion_tx().connection, step, inputs, options)
+        if self._doors is None:
+            raise CompletionTxError("nothing can be submitted outside a worker")
+        return self._doors
 
     def complete_in(self, conn: psycopg.Connection[Any], output: Any = None) -> None:
         """As Context.complete_in."""

@@ -20,7 +20,7 @@ from .errors import ConnectError, InvalidOptionError
 
 log = logging.getLogger("cyclone")
 
-_STAGES = ("claim", "settle", "submit", "lease", "sweep", "views", "control", "records")
+_STAGES = ("claim", "resolve", "settle", "store", "lease", "sweep", "views", "control", "records")
 _NAME = re.compile(r"^-- name: (\w+)$", re.M)
 
 
@@ -240,10 +240,11 @@ def scrub(dsn: str, text: str) -> str:
 # Which SQLSTATEs blame a step (its data), by class; every other error blames the server and is worth sending again.
 # 22 data, 23 integrity, 54 a limit (an output nested too deep), P0 and CY a raised refusal.
 _STEP_CLASSES = frozenset({"22", "23", "54", "P0", "CY"})
-LOCK_NOT_AVAILABLE = "55P03"
-DEADLOCK = "40P01"
+# A lock that was not given in time, or a deadlock: both pass.
+LOCKED = ("55P03", "40P01")
 LEASE_LOST = "CY001"
 TX_ENDED = "CY002"
+RUNS_NOT_LOCKED = "CY003"
 
 
 def blames_step(exc: BaseException) -> bool:

@@ -389,6 +389,27 @@ _DEEP: Mapping[str, str] = {
     "has the id of a workflow's run": """
         SELECT s.id FROM {schema}.cyclone_steps s
         WHERE s.run_id = s.id AND EXISTS (SELECT FROM {schema}.cyclone_runs r WHERE r.id = s.id)""",
+    "waits for another number of nodes than have not ended": """
+        SELECT s.id FROM {schema}.cyclone_steps s LEFT JOIN (
+            SELECT c.child, count(*) AS n FROM {schema}.cyclone_steps p, unnest(p.children) AS c(child)
+            WHERE p.state NOT IN ('completed', 'discarded', 'cancelled') GROUP BY c.child) o ON o.child = s.id
+        WHERE (s.state = 'pending' AND s.map_step IS NULL OR s.state = 'waiting') AND s.pending <> coalesce(o.n, 0)""",
+    "waits for nothing": """
+        SELECT id FROM {schema}.cyclone_steps
+        WHERE (state = 'pending' AND map_step IS NULL OR state = 'waiting') AND pending = 0""",
+    "is a run that counts another number of open ends than it has": """
+        SELECT r.id FROM {schema}.cyclone_runs r WHERE r.state = 'running' AND r.graph IS NOT NULL AND r.open_sinks <> (
+            SELECT count(*) FROM {schema}.cyclone_steps s
+            WHERE s.run_id = r.id AND s.sink AND s.map_step IS NULL
+              AND s.state NOT IN ('completed', 'discarded', 'cancelled'))""",
+    "is a run that goes on with nothing left to do": """
+        SELECT r.id FROM {schema}.cyclone_runs r WHERE r.state = 'running' AND r.graph IS NOT NULL AND NOT EXISTS (
+            SELECT FROM {schema}.cyclone_steps s
+            WHERE s.run_id = r.id AND s.state NOT IN ('completed', 'discarded', 'cancelled'))""",
+    "is a run that has ended, with steps that go on": """
+        SELECT r.id FROM {schema}.cyclone_runs r WHERE r.state <> 'running' AND r.ending IS NULL AND EXISTS (
+            SELECT FROM {schema}.cyclone_steps s
+            WHERE s.run_id = r.id AND s.state NOT IN ('completed', 'discarded', 'cancelled'))""",
     "counts less than nothing": """
         SELECT id FROM {schema}.cyclone_steps WHERE attempts < 0 OR snoozes < 0 OR reclaims < 0""",
     "is listed with an error, but does not exist": """

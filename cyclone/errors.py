@@ -5,7 +5,9 @@
     │   ├── InvalidOptionTypeError (TypeError)   … because its type is
     │   ├── InvalidKeyError                  a key breaks the key rules
     │   └── InvalidInputError                an input cannot be encoded or is no value of the input type
+    ├── WorkflowDefinitionError              a graph is wrong; raised when it is declared
     ├── ConflictError
+    │   ├── SubmitConflictError              .run_id .workflow .key .diff
     │   └── DuplicateError                   .run_id .kind .key
     ├── NotFoundError                        no such run, step or kind
     ├── InvalidStateError                    the step is in a state that does not allow this
@@ -15,11 +17,12 @@
     ├── TargetError                          a pool's target cannot be imported or holds no handlers
     ├── ResultError
     │   ├── RunFailedError                   .run_id .node .error .kind
-    │   └── RunCancelledError                .run_id .reason
+    │   ├── RunCancelledError                .run_id .reason
+    │   └── NoOutputError                    the run has no result
     └── LeaseLostError, CompletionTxError, PoolTimeoutError, OutputTooLargeError, OutputEncodingError,
         OutcomeUnknown                       worker side
 
-    Outcomes a handler raises to steer its step, which are not errors: Permanent, Snooze, RetryAfter.
+    Outcomes a handler raises to steer its step, which are not errors: Permanent, Snooze, RetryAfter, CancelRun.
     Cancelled (BaseException): raised in sync handlers by ctx.check_cancelled().
 
 Database errors pass through as psycopg raised them; waiting raises the built-in TimeoutError.
@@ -27,6 +30,7 @@ Database errors pass through as psycopg raised them; waiting raises the built-in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 
@@ -52,8 +56,27 @@ class InvalidInputError(InvalidOptionError):
     """
 
 
+class WorkflowDefinitionError(CycloneError):
+    """A graph that cannot be: raised while the workflow is declared, at import."""
+
+
 class ConflictError(CycloneError):
     """Something else already holds what was asked for."""
+
+
+class SubmitConflictError(ConflictError):
+    """The run of a submit key has another input. The text names where they differ, and no value."""
+
+    def __init__(self, run_id: str, workflow: str, key: str, diff: Sequence[str]) -> None:
+        where = ", ".join(diff[:5]) + (", …" if len(diff) > 5 else "")
+        super().__init__(
+            f"run {run_id} of {workflow!r} has the key {key!r} already, and another input: it differs at {where}"
+        )
+        self.run_id = run_id
+        self.workflow = workflow
+        self.key = key
+        self.diff = diff
+        """JSON pointers to where the inputs differ, as in "/items/0/qty"; "" is the whole."""
 
 
 class DuplicateError(ConflictError):
@@ -114,6 +137,10 @@ class RunCancelledError(ResultError):
         self.reason = reason
 
 
+class NoOutputError(ResultError):
+    """The run has no result: its workflow declares none, or the node that would give it was skipped."""
+
+
 class LeaseLostError(CycloneError):
     """The worker no longer holds the step: what this execution does changes nothing any more."""
 
@@ -156,6 +183,15 @@ class Snooze(Exception):
     def __init__(self, delay: timedelta | float) -> None:
         super().__init__(delay)
         self.delay = delay
+
+
+class CancelRun(Exception):
+    """Raise it to cancel the whole run, as `Client.cancel` does: its own step ends cancelled too, and what it wrote on the
+    completion transaction is rolled back. A standalone step is its own run.
+    """
+
+    def __init__(self, reason: object = "") -> None:
+        super().__init__(reason)
 
 
 class RetryAfter(Exception):

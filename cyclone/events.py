@@ -45,10 +45,10 @@ class _Row(msgspec.Struct, frozen=True):
     at: datetime
     kind: EventKind
     run_id: int
-    node: str
-    step_kind: str
-    queue: str
-    attempt: int
+    node: str | None
+    step_kind: str | None
+    queue: str | None
+    attempt: int | None
     detail: dict[str, Any] | None
     actor: str | None
     host: str | None
@@ -96,6 +96,11 @@ def seen(
         detail=detail or {},
         host=HOST,
     )
+
+
+def seen_run(kind: EventKind, run_id: str, workflow: str) -> Event:
+    """An event of a whole run that happened in this process, now."""
+    return Event(kind=kind, at=datetime.now(UTC), run_id=RunID(run_id), detail={"workflow": workflow}, host=HOST)
 
 
 def place(cursor: str) -> tuple[str, int]:

@@ -25,6 +25,7 @@ from . import codec, config, context, retry, subprocesses
 from .completion import CompletionAborted
 from .errors import (
     Cancelled,
+    CancelRun,
     CompletionTxError,
     InvalidOptionError,
     LeaseLostError,
@@ -42,7 +43,7 @@ from .states import ErrorKind
 log = logging.getLogger("cyclone")
 
 Why = Literal["timeout", "drain", "order", "lost"]
-STEERING = (Permanent, Snooze, RetryAfter)
+STEERING = (Permanent, Snooze, RetryAfter, CancelRun)
 """What a handler raises to say what becomes of its step."""
 CUT = "\n… [cut]"
 REDACTION_FAILED = "[redaction failed]"
@@ -441,6 +442,9 @@ def decide(
         if settings.max_snoozes is not None and claimed.snoozes >= settings.max_snoozes:
             return discard(ErrorKind.PERMANENT, f"snoozed more often than max_snoozes, {settings.max_snoozes}")
         return Outcome(claimed, Verb.SNOOZE, delay_s=min(delay_s, retry.LONGEST_S))
+    if isinstance(exc, CancelRun):
+        reason = limits.message(describe(exc, plain=True)) if str(exc) else "cancelled by its handler"
+        return Outcome(claimed, Verb.CANCEL_RUN, failure=Failure(ErrorKind.CANCELLED, reason, ""))
     if isinstance(exc, Permanent):
         return discard(ErrorKind.PERMANENT, describe(exc, plain=True))
     if isinstance(exc, RetryAfter):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-from . import codec, config, control, db, submit, views
+from . import codec, config, control, db, store, views
 from .errors import ResultError, RunCancelledError, RunFailedError
 from .events import Hook
 from .model import RunID
@@ -187,11 +187,28 @@ class SyncStepHandle(HandleBase[Out]):
 
 
 def cancel(statements: db.Statements, hook: Hook | None, run_id: str, node: str, asked: control.Request) -> Plan[bool]:
-    """Cancels one step, then tells those who wait for it."""
-    event = yield from control.cancel_step(statements, views.run_number(run_id), node, asked)
-    if hook is not None and event is not None:
-        hook.tell([event])
-    return event is not None
+    """Cancels one step in a commit of its own, then tells those who wait for it."""
+    number = views.run_number(run_id)
+    yield Mark.BEGIN
+    done = yield from control.cancel_step(statements, number, node, asked)
+    yield Mark.COMMIT
+    if hook is not None:
+        hook.tell(done or [])
+    return done is not None
+
+
+def cancel_run(statements: db.Statements, hook: Hook | None, run_id: str, asked: control.Request) -> Plan[bool]:
+    """Cancels a run, the last of its nodes included."""
+    number = views.run_number(run_id)
+    yield Mark.BEGIN
+    done = yield from control.cancel_run(statements, number, asked)
+    yield Mark.COMMIT
+    if done is None:
+        return False
+    if hook is not None:
+        hook.tell(done)
+    yield from control.end_rounds(statements, number)
+    return True
 
 
 def reopen(
@@ -205,7 +222,7 @@ def reopen(
     if hook is not None:
         hook.tell(done.events)
     if done.asleep:
-        yield from submit.wake(statements)
+        yield from store.wake(statements)
     return len(done.events)
 
 

@@ -314,15 +314,21 @@ def _check_server(conn: Conn) -> None:
 
 
 def register(dsn: str, schema: str, registry: Registry) -> None:
-    """Writes the kinds of a registry with their options, for SQL and the command line, as a starting worker does."""
+    """Writes the kinds of a registry with their options and the graphs of its workflows, for SQL and the command line, as
+    a starting worker does.
+    """
     with _connect(dsn) as conn:
         require(read_version(conn, schema), schema)
         conn.execute(_register_query(schema), _kinds(registry))
+        for graph in _graphs(registry):
+            conn.execute(db.statements(schema)["register_graph"], graph)
 
 
 async def register_async(conn: AsyncConn, schema: str, registry: Registry) -> None:
     """As `register`, on a connection in autocommit."""
     await conn.execute(_register_query(schema), _kinds(registry))
+    for graph in _graphs(registry):
+        await conn.execute(db.statements(schema)["register_graph"], graph)
 
 
 _KIND_COLUMNS = {
@@ -335,6 +341,12 @@ _KIND_COLUMNS = {
     "queue": "text",
     "priority": "smallint",
 }
+
+
+def _graphs(registry: Registry) -> list[dict[str, Any]]:
+    # In sorted order, as the kinds. The newest graph of a name is what SQL and the command line submit.
+    found = sorted(registry.workflows.items())
+    return [{"hash": one.spec.hash, "spec": one.spec.encode().decode(), "newest": True} for _, one in found]
 
 
 @cache

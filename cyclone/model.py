@@ -8,17 +8,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from enum import IntEnum
-from typing import Any, NewType
+from typing import Any, Generic, NewType, TypeVar
 
 import msgspec
 
-from .states import ErrorKind, EventKind, StepState
+from .states import ErrorKind, EventKind, RunState, StepState
+
+T = TypeVar("T")
 
 RunID = NewType("RunID", str)
 """The id of a run: decimal digits, never used twice in one schema."""
 
 Cursor = NewType("Cursor", str)
 """A place in the recorded events of one server: text to keep and to hand back, nothing more."""
+
+
+class StepError(msgspec.Struct, frozen=True, kw_only=True):
+    """One failure of a step, also one that a later attempt made good. `node` is only there where several nodes are."""
+
+    attempt: int
+    at: datetime
+    kind: ErrorKind
+    message: str
+    traceback: str
+    node: str | None = None
 
 
 class Claimed(msgspec.Struct, frozen=True, kw_only=False, gc=False):
@@ -33,7 +46,7 @@ class Claimed(msgspec.Struct, frozen=True, kw_only=False, gc=False):
     kind: str
     version: int
     queue: str
-    input: bytes
+    input: bytes | None  # None: of a node, to be composed
     attempt: int
     max_attempts: int
     reclaims: int
@@ -43,7 +56,12 @@ class Claimed(msgspec.Struct, frozen=True, kw_only=False, gc=False):
     tags: list[str] | None
     metadata: bytes | None
     enqueued_at: datetime
+    graph: int | None  # of its run; None for a standalone step, as the next two
+    pos: int | None
+    sink: bool | None  # its end may end the run
+    deadline_at: datetime | None
     waited_s: float
+    failed_dependencies: Sequence[StepError] = ()
 
 
 class Verb(IntEnum):
@@ -55,6 +73,9 @@ class Verb(IntEnum):
     SNOOZE = 3
     RELEASE = 4
     SETTLED = 5  # the completion transaction has already ended the step
+    SKIP = 6  # the condition of a node does not hold
+    EXPAND = 7  # a map has its list
+    CANCEL_RUN = 8
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -66,8 +87,8 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, gc=False):
-    """How one execution ended. `output` is encoded JSON, or None for SQL NULL; `delay_s` belongs to RETRY and
-    SNOOZE.
+    """How one execution ended. `output` is encoded JSON, or None for SQL NULL; of EXPAND it is the list. `delay_s`
+    belongs to RETRY and SNOOZE.
     """
 
     step: Claimed
@@ -79,18 +100,12 @@ class Outcome(msgspec.Struct, frozen=True, gc=False):
     called: bool = True  # False: the handler was never entered, so the attempt is given back too
 
 
-class StepError(msgspec.Struct, frozen=True, kw_only=True):
-    """One failure of a step, also one that a later attempt made good."""
-
-    attempt: int
-    at: datetime
-    kind: ErrorKind
-    message: str
-    traceback: str
-
-
 class StepInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One step as it is stored. `errors` lists every failure, newest last."""
+    """One step as it is stored. `errors` lists every failure, newest last.
+
+    `input` of a node of a run is None: it is composed when the node is executed. `fate` says why a node was or will be
+    cancelled: `dependency`, `skipped`, `failure`, `deadline`, `cancel` (of the run) or `alone`.
+    """
 
     run_id: RunID
     node: str
@@ -117,10 +132,45 @@ class StepInfo(msgspec.Struct, frozen=True, kw_only=True):
     due_at: datetime | None
     tags: Sequence[str]
     metadata: Any
+    fate: str | None
+
+
+class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One run as it is stored: of a workflow, or a step that was enqueued by itself (`type` says which, `name` of what).
+
+    `node`, `error_kind` and `error` tell where and why it failed, was cancelled, or ran out of time (kind `deadline`).
+    `discarded` lists the nodes that were discarded, also those whose failure the graph contained.
+    """
+
+    id: RunID
+    type: str
+    name: str
+    version: int | None
+    key: str | None
+    state: RunState
+    input: Any
+    created_at: datetime
+    finished_at: datetime | None
+    deadline: datetime | None
+    result_node: str | None
+    node: str | None
+    error_kind: ErrorKind | None
+    error: str | None
+    discarded: Sequence[str]
+    tags: Sequence[str]
+    metadata: Any
+    keep_for_s: float | None
+
+
+class Page(msgspec.Struct, Generic[T], frozen=True):
+    """A part of a listing. `next` is what to give as `after` for the following part; None: there is none."""
+
+    items: Sequence[T]
+    next: str | None
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened to a step.
+    """Something that happened to a step, or to a run of a workflow (then it names no step but what decided it).
 
     `at` is by the database's clock for an event that was recorded, and by that of the process for one that only a hook
     gets; `cursor` is there for recorded ones only. `attempt` is the number of the attempt that it happened in, 0 before

@@ -185,7 +185,7 @@ class Step(Generic[In, Out]):
         scope: Mapping[str, Any] | None = None,
     ) -> None:
         self.fn = fn
-        self.name = config.name("the name of a step", _default_name(fn) if name is None else name)
+        self.name = config.name("the name of a step", default_name(fn) if name is None else name)
         self.action = action
         self.options = options
         self.settings = _settings(self.name, options)
@@ -297,8 +297,10 @@ class Step(Generic[In, Out]):
             oldest -= 1
         return frozenset(range(oldest, self.settings.version + 1))
 
-    def decode_input(self, version: int, data: bytes) -> In:
+    def decode_input(self, version: int, data: bytes | None) -> In:
         """A stored input as the handler's type, or `codec.DecodeError`."""
+        if data is None:
+            data = b"null"
         if version == self.settings.version:
             return self.input_codec.decode(data)
         if version not in self.versions:
@@ -637,7 +639,8 @@ def _function(fn: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def _default_name(fn: Callable[..., Any]) -> str:
+def default_name(fn: Callable[..., Any]) -> str:
+    """`module.function` of what is declared without a name."""
     name = getattr(fn, "__qualname__", None)
     if name is None:
         raise InvalidOptionError(f'{fn!r} has no name of its own; give one: @step("name")')
@@ -675,7 +678,7 @@ def _types(name: str, fn: Callable[..., Any], scope: Mapping[str, Any]) -> tuple
     ]
     if not fitting or len(needed) > 2 or any(p not in fitting[:2] for p in needed):
         raise InvalidOptionError(f"step {name!r}: a handler takes the context and at most one input, not {signature}")
-    output_type = _resolved(name, fn, "return", signature.return_annotation, scope)
+    output_type = resolved(name, fn, "return", signature.return_annotation, scope)
     if output_type is signature.empty:
         output_type = Any
     if output_type in (NoReturn, typing.Never):
@@ -683,7 +686,7 @@ def _types(name: str, fn: Callable[..., Any], scope: Mapping[str, Any]) -> tuple
     if len(fitting) < 2:
         return False, None, output_type
     parameter = fitting[1]
-    input_type = _resolved(name, fn, parameter.name, parameter.annotation, scope)
+    input_type = resolved(name, fn, parameter.name, parameter.annotation, scope)
     if input_type is parameter.empty:
         raise InvalidOptionError(
             f"step {name!r}: the parameter {parameter.name!r} needs an annotation, which is the type of the input"
@@ -691,7 +694,8 @@ def _types(name: str, fn: Callable[..., Any], scope: Mapping[str, Any]) -> tuple
     return True, input_type, output_type
 
 
-def _resolved(name: str, fn: Callable[..., Any], what: str, annotation: Any, scope: Mapping[str, Any]) -> Any:
+def resolved(name: str, fn: Callable[..., Any], what: str, annotation: Any, scope: Mapping[str, Any]) -> Any:
+    """One annotation of a function as a type, or InvalidOptionError."""
     # One annotation at a time: that of the context is often imported for type checkers only, and is not needed.
     if annotation is inspect.Signature.empty:
         return annotation
@@ -763,11 +767,21 @@ def redact(fn: RedactFn) -> Redaction:
     return Redaction(fn)
 
 
+class WorkflowBase:
+    """What a registry knows of a workflow, which is declared a floor above."""
+
+    name: str
+    fn: Callable[..., Any]
+    spec: Any
+    steps: Mapping[str, Step[Any, Any]]
+
+
 class Registry:
-    """The steps, lifespans and redactions that a worker knows."""
+    """The steps, workflows, lifespans and redactions that a worker knows."""
 
     def __init__(self) -> None:
         self._steps: dict[str, Step[Any, Any]] = {}
+        self._workflows: dict[str, WorkflowBase] = {}
         self._lifespans: list[Lifespan] = []
         self._redactions: list[Redaction] = []
 
@@ -775,6 +789,11 @@ class Registry:
     def steps(self) -> Mapping[str, Step[Any, Any]]:
         """The steps by name."""
         return MappingProxyType(self._steps)
+
+    @property
+    def workflows(self) -> Mapping[str, WorkflowBase]:
+        """The workflows by name."""
+        return MappingProxyType(self._workflows)
 
     @property
     def lifespans(self) -> Sequence[Lifespan]:
@@ -786,34 +805,33 @@ class Registry:
         """The redactions in the order in which a text passes through them."""
         return tuple(self._redactions)
 
-    def include(self, other: Registry | ModuleType | Step[Any, Any]) -> None:
-        """Adds what another registry holds, or what a module has among its attributes, or one step.
+    def include(self, other: Registry | ModuleType | Step[Any, Any] | WorkflowBase) -> None:
+        """Adds what another registry holds, or what a module has among its attributes, or one step, or one workflow with
+        the steps of its nodes.
 
-        Raises InvalidOptionError, and adds nothing, if two different steps have the same name.
+        Raises InvalidOptionError, and adds nothing, if two different steps or workflows have the same name.
         """
-        if isinstance(other, Step):
-            steps: list[Step[Any, Any]] = [other]
-            lifespans: list[Lifespan] = []
-            redactions: list[Redaction] = []
-        elif isinstance(other, Registry):
-            steps = list(other._steps.values())
-            lifespans, redactions = other._lifespans, other._redactions
-        elif isinstance(other, ModuleType):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if isinstance(other, Registry):
+            values: list[object] = [
+                *other._steps.values(), *other._workflows.values(), *other._lifespans, *other._redactions,
+            ]  # fmt: skip
+        elif isinstance(other, ModuleType):
             values = list(vars(other).values())
-            steps = [value for value in values if isinstance(value, Step)]
-            lifespans = [value for value in values if isinstance(value, Lifespan)]
-            redactions = [value for value in values if isinstance(value, Redaction)]
+        elif isinstance(other, Step | WorkflowBase):  # pyright: ignore[reportUnnecessaryIsInstance]
+            values = [other]
         else:
-            raise TypeError(f"a Registry, a module or a step is expected, not {type(other).__name__}")
-        added = dict(self._steps)
-        for one in steps:
-            if added.setdefault(one.name, one) is not one:
-                raise InvalidOptionError(
-                    f"two steps are named {one.name!r}: {_place(added[one.name].fn)} and {_place(one.fn)}"
-                )
-        self._steps = added
-        self._lifespans += [one for one in lifespans if one not in self._lifespans]
-        self._redactions += [one for one in redactions if one not in self._redactions]
+            raise TypeError(f"a Registry, a module, a step or a workflow is expected, not {type(other).__name__}")
+        steps, workflows = dict(self._steps), dict(self._workflows)
+        for value in values:
+            if isinstance(value, Step):
+                _add(steps, "step", cast("object", value))
+            elif isinstance(value, WorkflowBase):
+                _add(workflows, "workflow", value)
+                for step in value.steps.values():
+                    _add(steps, "step", step)
+        self._steps, self._workflows = steps, workflows
+        self._lifespans += [one for one in values if isinstance(one, Lifespan) and one not in self._lifespans]
+        self._redactions += [one for one in values if isinstance(one, Redaction) and one not in self._redactions]
 
     def lifespan(self, fn: LifespanFn) -> Lifespan:
         """Declares a lifespan, as the function `lifespan` does, and adds it."""
@@ -826,6 +844,13 @@ class Registry:
         declared = Redaction(fn)
         self._redactions.append(declared)
         return declared
+
+
+def _add(known: dict[str, Any], what: str, one: Any) -> None:
+    if known.setdefault(one.name, one) is not one:
+        raise InvalidOptionError(
+            f"two {what}s are named {one.name!r}: {_place(known[one.name].fn)} and {_place(one.fn)}"
+        )
 
 
 def _place(fn: Callable[..., Any]) -> str:

@@ -13,12 +13,12 @@ import logging
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import psycopg
 
-from . import db, events, metrics
+from . import db, events, metrics, wake
 from .errors import ConnectError
 from .model import Event, Failure, Outcome, Verb
 from .states import ErrorKind, EventKind
@@ -32,6 +32,9 @@ _NAMES = {
     Verb.DISCARD: "discarded",
     Verb.SNOOZE: "snoozed",
     Verb.RELEASE: "released",
+    Verb.SKIP: "skipped",
+    Verb.EXPAND: "expanded",
+    Verb.CANCEL_RUN: "cancelled",
 }
 _LISTED = 20
 _EVENTS = {
@@ -41,12 +44,16 @@ _EVENTS = {
     Verb.DISCARD: EventKind.DISCARDED,
     Verb.SNOOZE: EventKind.SNOOZED,
     Verb.RELEASE: EventKind.RELEASED,
+    Verb.SKIP: EventKind.CANCELLED,
+    Verb.CANCEL_RUN: EventKind.CANCELLED,
 }
 _BUSY_S = 0.05
 _BUSY_MOST_S = 2.0
 _LOCK_TIMEOUT = b"SELECT set_config('lock_timeout', '100ms', false)"
 
 Connection = psycopg.AsyncConnection[tuple[Any, ...]]
+Left = dict[int, tuple[str | None, int | None]]
+"""The steps of a batch that were not written, each with its state and claim of now."""
 
 
 class Settler:
@@ -54,8 +61,8 @@ class Settler:
 
     `connect` gives a fresh connection; `holds_lease` says whether sending still makes sense; `on_settled` is called
     with each outcome that needs no more care, and whether it is certain that its step no longer runs under our claim:
-    it was written or refused, and not dropped. `hook` is told of what was written. With `pooler` nothing is set on the
-    session; locked steps are then stepped over in every batch.
+    it was written or refused, and not dropped. `on_ready` is told how many steps became available by it. `hook` is told
+    of what was written. With `pooler` nothing is set on the session; locked steps are then stepped over in every batch.
     """
 
     def __init__(
@@ -67,6 +74,7 @@ class Settler:
         linger_s: float,
         holds_lease: Callable[[], bool],
         on_settled: Callable[[Outcome, bool], None],
+        on_ready: Callable[[int], None] = lambda made: None,
         edit: Callable[[str], str] = str,
         hook: events.Hook | None = None,
         pooler: bool = False,
@@ -77,6 +85,7 @@ class Settler:
         self._linger_s = linger_s
         self._holds_lease = holds_lease
         self._on_settled = on_settled
+        self._on_ready = on_ready
         self._edit = edit
         self._hook = hook
         self._pooler = pooler
@@ -87,6 +96,7 @@ class Settler:
         self._waiting = 0  # outcomes that wait for a lock of somebody else
         self._tries: dict[int, int] = {}
         self._conn: Connection | None = None
+        self._quiet = wake.Quiet()
 
     def add(self, outcome: Outcome) -> None:
         """Hands over one outcome."""
@@ -172,61 +182,110 @@ class Settler:
             left = await self._send(outcomes, closed)
         except BaseException as exc:
             self._closed = closed + self._closed
-            if not isinstance(exc, psycopg.Error) or not db.blames_step(exc) or not outcomes:
+            if not isinstance(exc, psycopg.Error) or not outcomes:
+                raise
+            locked = exc.sqlstate in db.LOCKED  # further down the run than what is stepped over
+            if not locked and not db.blames_step(exc):
                 raise
             todo.pop()
             if len(outcomes) > 1:
                 half = len(outcomes) // 2
                 todo += [outcomes[half:], outcomes[:half]]
+            elif locked:
+                self._again(outcomes[0], self._tries.pop(outcomes[0].step.id, 0))
             else:
                 self._blame(outcomes[0], exc)
             return
         todo.pop()
         self._book(outcomes, closed, left, time.perf_counter() - start)
 
-    async def _send(self, outcomes: list[Outcome], closed: list[int]) -> dict[int, tuple[str | None, int | None]]:
-        """The transaction, a second time around locked steps when there are any."""
-        if self._pooler:
-            return await self._transact(outcomes, closed, step_over=True)
-        try:
-            return await self._transact(outcomes, closed, step_over=False)
-        except psycopg.Error as exc:
-            if exc.sqlstate not in (db.LOCK_NOT_AVAILABLE, db.DEADLOCK):
-                raise
-        return await self._transact(outcomes, closed, step_over=True)
+    async def _send(self, outcomes: list[Outcome], closed: list[int]) -> Left:
+        """The transaction. Again when something is locked, around it; and when nodes that nobody could foresee turn out to
+        be cancelled by it, with all of their runs locked.
+        """
+        step_over, all_runs = self._pooler, False
+        while True:
+            try:
+                return await self._transact(outcomes, closed, step_over=step_over, all_runs=all_runs)
+            except psycopg.Error as exc:
+                if exc.sqlstate == db.RUNS_NOT_LOCKED and not all_runs:
+                    all_runs = True
+                elif exc.sqlstate in db.LOCKED and not step_over:
+                    step_over = True
+                else:
+                    raise
 
-    async def _transact(
-        self, outcomes: list[Outcome], closed: list[int], *, step_over: bool
-    ) -> dict[int, tuple[str | None, int | None]]:
+    async def _transact(self, outcomes: list[Outcome], closed: list[int], *, step_over: bool, all_runs: bool) -> Left:
         conn = self._conn
         if conn is None:
             conn = self._conn = await self._connect()
             if not self._pooler:  # a setting of the session would stay on a connection that others use
                 await conn.execute(_LOCK_TIMEOUT)
-        complete = [o for o in outcomes if o.verb == Verb.COMPLETE]
-        others = [o for o in outcomes if o.verb not in (Verb.COMPLETE, Verb.SETTLED)]
-        rows: list[tuple[Any, ...]] = []
-        if not others:
+        steps: list[Outcome] = []
+        nodes: list[Outcome] = []
+        failed: list[Outcome] = []
+        expanded: list[Outcome] = []
+        others: list[Outcome] = []
+        for outcome in outcomes:
+            of_run = outcome.step.graph is not None
+            match outcome.verb:
+                case Verb.COMPLETE:
+                    (nodes if of_run else steps).append(outcome)
+                case Verb.DISCARD | Verb.SKIP | Verb.CANCEL_RUN:
+                    (failed if of_run else others).append(outcome)
+                case Verb.EXPAND:
+                    expanded.append(outcome)
+                case Verb.SETTLED:
+                    pass
+                case _:
+                    others.append(outcome)
+        if not (nodes or failed or expanded or others):
             cur = conn.cursor(binary=True)
-            await cur.execute(self._sql["complete_steps"], _complete(complete, closed, step_over))
-            rows = await cur.fetchall()
-        else:
-            # What is sent in one pipeline up to its sync is one transaction.
-            async with conn.pipeline():
-                returned = conn.cursor(binary=True)
-                await returned.execute(self._sql["return_steps"], _return(others))
-                cur = conn.cursor(binary=True)
-                await cur.execute(self._sql["complete_steps"], _complete(complete, [], step_over))
-            # Not inside: to fetch there would wait for the rows first and only then send the sync, a round trip more.
-            rows = await returned.fetchall() + await cur.fetchall()
-            self._closed = closed + self._closed
-            if closed:
-                self._news.set()
-        return {row[0]: (row[1], row[2]) for row in rows}
+            await cur.execute(self._sql["complete_steps"], _complete(steps, closed, step_over))
+            return {row[0]: (row[1], row[2]) for row in await cur.fetchall()}
+        sinks = {o.step.run_id for o in nodes if all_runs or o.step.sink}
+        runs = sinks.union(o.step.run_id for o in failed).union(o.step.run_id for o in expanded)
+        cursors: list[psycopg.AsyncCursor[tuple[Any, ...]]] = []
 
-    def _book(
-        self, outcomes: list[Outcome], closed: list[int], left: dict[int, tuple[str | None, int | None]], seconds: float
-    ) -> None:
+        async def send(name: str, params: Mapping[str, object]) -> None:
+            cur = conn.cursor(binary=True)
+            cursors.append(cur)
+            await cur.execute(self._sql[name], params)
+
+        # What is sent in one pipeline up to its sync is one transaction.
+        async with conn.pipeline():
+            if not step_over and len(runs) > len(sinks):  # those of `nodes` alone are locked by their function
+                await conn.execute(self._sql["lock_runs"], {"runs": sorted(runs)})
+            if others:
+                await send("return_steps", _return(others))
+            if steps or closed:
+                await send("complete_steps", _complete(steps, closed, step_over))
+            plain = len(cursors)
+            if nodes:
+                await send("complete_nodes", {**_complete(nodes, [], step_over), "runs": sorted(sinks)})
+            if failed:
+                ended = {o.step.run_id for o in failed}
+                await send("fail_nodes", {**_return(failed), "runs": sorted(ended), "step_over": step_over})
+            for outcome in expanded:
+                await send("expand_map", _expand(outcome))
+        # Not inside: to fetch there would wait for the rows first and only then send the sync, a round trip more.
+        left: Left = {}
+        made = 0
+        for n, cur in enumerate(cursors):
+            for row in await cur.fetchall():
+                if n < plain:
+                    left[row[0]] = row[1], row[2]
+                elif row[1] is None:
+                    made += row[0]
+                else:
+                    left[row[1]] = row[2], row[3]
+        if made:
+            self._on_ready(made)
+            if made > 1 and self._quiet.broken():  # one this worker takes itself; others may be idle
+                await conn.execute(self._sql["wake_sleepers"], {"channel": self._sql.channel, "now": None})
+        return left
+
+    def _book(self, outcomes: list[Outcome], closed: list[int], left: Left, seconds: float) -> None:
         """Tells what came of each outcome."""
         counts: Counter[tuple[str, str, str]] = Counter()
         failures: Counter[tuple[str, str, str]] = Counter()
@@ -262,7 +321,13 @@ class Settler:
                 failures[step.queue, step.kind, outcome.failure.kind.value] += 1
             self._on_settled(outcome, True)
         if self._hook is not None:
-            self._hook.tell([_event(o) for o in outcomes if o.step.id not in unwritten and (o.called or o.failure)])
+            self._hook.tell(
+                [
+                    _event(o)
+                    for o in outcomes
+                    if o.step.id not in unwritten and o.verb in _EVENTS and (o.called or o.failure)
+                ]
+            )
         if busy and closed:  # the statement closed nothing
             self._closed = closed + self._closed
         if outcomes:
@@ -305,6 +370,10 @@ def _is_ours(outcome: Outcome, state: str | None) -> bool:
             return state == "completed"
         case Verb.DISCARD:
             return state == "discarded"
+        case Verb.SKIP | Verb.CANCEL_RUN:
+            return state == "cancelled"
+        case Verb.EXPAND:
+            return state in ("waiting", "completed")
         case _:
             return state in ("scheduled", "available")
 
@@ -323,6 +392,8 @@ def _complete(outcomes: Sequence[Outcome], closed: list[int], step_over: bool) -
 def _state(outcome: Outcome) -> str:
     if outcome.verb == Verb.DISCARD:
         return "discarded"
+    if outcome.verb == Verb.CANCEL_RUN:
+        return "cancelled"
     return "scheduled" if outcome.delay_s > 0 else "available"
 
 
@@ -341,6 +412,11 @@ def _return(outcomes: Sequence[Outcome]) -> dict[str, object]:
         "host": events.HOST,
         "now": None,
     }
+
+
+def _expand(outcome: Outcome) -> dict[str, object]:
+    step = outcome.step
+    return {"id": step.id, "claim": step.claim, "run": step.run_id, "items": outcome.output, "now": None}
 
 
 def _event(outcome: Outcome) -> Event:

@@ -9,7 +9,8 @@
          ^                   └────────────────┼──────────────────────────────────────────────────┘
          └──── backoff, snooze ───────────────┘          any state that is not terminal ── cancel ──> cancelled
 
-`pending` (a dependency is not finished) and `waiting` (parked without a worker) are states of nodes in a graph.
+`pending` (a dependency is not finished) and `waiting` (parked without a worker, as a map whose items run) are states of
+nodes in a graph. What a failure had cancelled comes back when the failed node is reopened.
 The table below is the only list of transitions; the statements in `sql/` name the state they expect, and the CHECK
 constraints of the first migration tie the timestamps to the state.
 """
@@ -61,6 +62,8 @@ class ErrorKind(StrEnum):
     CANCELLED = "cancelled"
     EXPIRED = "expired"
     INVALID_INPUT = "invalid_input"
+    DEADLINE = "deadline"
+    """Of a run only: its deadline has passed."""
 
 
 class EventKind(StrEnum):
@@ -81,6 +84,9 @@ class EventKind(StrEnum):
     RECLAIMED = "reclaimed"
     CANCELLED = "cancelled"
     REOPENED = "reopened"
+    RUN_STARTED = "run_started"
+    RUN_FAILED = "run_failed"
+    RUN_CANCELLED = "run_cancelled"
     GAP = "gap"
 
     @property
@@ -98,6 +104,8 @@ _RECORDED = frozenset(
         EventKind.RECLAIMED,
         EventKind.CANCELLED,
         EventKind.REOPENED,
+        EventKind.RUN_FAILED,
+        EventKind.RUN_CANCELLED,
     }
 )
 
@@ -108,9 +116,9 @@ TRANSITIONS: dict[StepState, frozenset[StepState]] = {
     _S.PENDING: frozenset({_S.AVAILABLE, _S.SCHEDULED, _S.WAITING, _S.CANCELLED}),
     _S.SCHEDULED: frozenset({_S.AVAILABLE, _S.CANCELLED}),
     _S.AVAILABLE: frozenset({_S.RUNNING, _S.CANCELLED}),
-    _S.RUNNING: frozenset({_S.AVAILABLE, _S.SCHEDULED, _S.COMPLETED, _S.EXHAUSTED, _S.CANCELLED}),
+    _S.RUNNING: frozenset({_S.AVAILABLE, _S.SCHEDULED, _S.WAITING, _S.COMPLETED, _S.EXHAUSTED, _S.CANCELLED}),
     _S.WAITING: frozenset({_S.COMPLETED, _S.EXHAUSTED, _S.CANCELLED}),
     _S.COMPLETED: frozenset(),
     _S.EXHAUSTED: frozenset({_S.AVAILABLE}),
-    _S.CANCELLED: frozenset({_S.PENDING, _S.AVAILABLE}),
+    _S.CANCELLED: frozenset({_S.PENDING, _S.AVAILABLE, _S.WAITING, _S.COMPLETED}),
 }

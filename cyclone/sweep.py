@@ -11,8 +11,8 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import psycopg
 
@@ -58,7 +58,7 @@ async def reclaim(
         reasons: Counter[str] = Counter()
         if hook is not None:
             hook.tell([events.read(row[-1]) for row in rows if row[-1] is not None])
-        for _, step, run, node, kind, state, attempts, reclaims, executed, reason, _ in rows:
+        for _, _, step, run, node, kind, state, attempts, reclaims, executed, reason, _ in rows:
             if step is None:
                 continue
             total += 1
@@ -72,8 +72,34 @@ async def reclaim(
                 reasons["not started"] += 1
         for reason, n in reasons.items():
             metrics.reclaimed(reason, n)
+        if rows[0][1] and await discard_crashed(conn, statements, now=now):
+            continue  # their claims can be closed now
         if rows[0][0] < _CLAIMS:
             return total
+
+
+async def discard_crashed(conn: Connection, statements: db.Statements, *, now: object = None) -> int:
+    """Discards nodes of runs that dead workers were executing at the limit of their kind. Returns how many."""
+    count = 0
+    rows = await (await conn.execute(statements["crashed_nodes"])).fetchall()
+    for step, claim, run, kind, deaths, reason in rows:
+        text = f"the worker died {deaths} times while it ran this step; the last time: {reason}"
+        params = {
+            "ids": [step], "claims": [claim], "verbs": ["discard"], "kinds": ["crashed"], "messages": [text],
+            "tracebacks": [""], "called": [True], "runs": [run], "host": events.HOST, "step_over": False, "now": now,
+        }  # fmt: skip
+        try:
+            async with conn.pipeline():
+                await conn.execute(statements["fail_nodes"], params)
+                await conn.execute(statements["count_crash"], {"id": step, "claim": claim, "reason": reason})
+        except psycopg.Error as exc:
+            if exc.sqlstate not in db.LOCKED:  # the next look finds it again
+                raise
+        else:
+            count += 1
+            metrics.reclaimed(_label(reason), 1)
+            log.warning("step %s (run %s) is discarded: %s", step, run, text, extra={"kind": kind})
+    return count
 
 
 def _label(reason: str) -> str:
@@ -90,6 +116,19 @@ async def fire(conn: Connection, statements: db.Statements, *, now: object = Non
         total += fired
         if fired < _DUE:
             return total
+
+
+async def end_runs(conn: Connection, statements: db.Statements, *, now: object = None) -> None:
+    """Ends runs whose deadline has passed, and what is left of runs that have ended early, until there are none."""
+    while await _value(conn, statements["end_due_runs"], {"host": events.HOST, "now": now}):
+        pass
+    while await _value(conn, statements["end_steps"], {"now": now}) is not None:
+        pass
+
+
+async def _value(conn: Connection, query: bytes, params: Mapping[str, object]) -> Any:
+    row = await (await conn.execute(query, params)).fetchone()
+    return None if row is None else row[0]
 
 
 async def tidy(conn: Connection, statements: db.Statements, *, now: object = None) -> None:
@@ -117,9 +156,21 @@ async def look(conn: Connection, statements: db.Statements) -> None:
 async def once(
     conn: Connection, statements: db.Statements, *, now: object = None, hook: events.Hook | None = None
 ) -> int:
-    """One round: lives, claims, timers. Returns how many steps became available."""
+    """One round: lives, claims, runs, timers. Returns how many steps became available."""
     await end_lives(conn, statements, now=now)
+    await end_runs(conn, statements, now=now)
     return await reclaim(conn, statements, now=now, hook=hook) + await fire(conn, statements, now=now)
+
+
+class _Seen(NamedTuple):
+    """What there is to do, for one round."""
+
+    expired: bool
+    dead: bool
+    ending: bool
+    due_s: float
+    ready: bool
+    isolated: bool
 
 
 class Sweeper:
@@ -233,7 +284,10 @@ class Sweeper:
                     raise
                 if not done.done():
                     done.set_result(None)
-            made += await once(conn, self._statements, hook=self._hook)
+            seen = await self._look_around(conn)
+            if seen.expired or seen.dead or seen.ending or seen.due_s <= 0:
+                made += await once(conn, self._statements, hook=self._hook)
+                seen = await self._look_around(conn)
             now = time.monotonic()
             if now - tidied > _TIDY_S:
                 tidied = now
@@ -241,22 +295,19 @@ class Sweeper:
             if now - looked > _LOOK_S:
                 looked = now
                 await look(conn, self._statements)
-            if self._pipe is not None and (made or await self._ask(conn, "some_ready")):
+            if self._pipe is not None and (made or seen.ready):
                 self._pipe.wake_one()
-            if self._pipe is not None and await self._ask(conn, "isolated_waiting"):
+            if self._pipe is not None and seen.isolated:
                 self.on_isolated()
             self.reached = time.monotonic()
-            await self._sleep(await self._pause(conn))
+            await self._sleep(max(min(seen.due_s, self._interval_s * random.uniform(0.8, 1.0)), 0.002))
 
-    async def _ask(self, conn: Connection, name: str) -> bool:
-        """Polls for all workers of the pool, so that an idle pool costs a handful of statements a second."""
-        row = await (await conn.execute(self._statements[name])).fetchone()
-        return row is not None and bool(row[0])
-
-    async def _pause(self, conn: Connection) -> float:
-        row = await (await conn.execute(self._statements["next_due"], {"now": None})).fetchone()
-        due_s = self._interval_s if row is None or row[0] is None else row[0]
-        return max(min(due_s, self._interval_s * random.uniform(0.8, 1.0)), 0.002)
+    async def _look_around(self, conn: Connection) -> _Seen:
+        row = await (await conn.execute(self._statements["look_around"], {"now": None})).fetchone()
+        assert row is not None
+        expired, dead, ending, step_due_s, run_due_s, ready, isolated = row
+        due = [due_s for due_s in (step_due_s, run_due_s) if due_s is not None]
+        return _Seen(expired, dead, ending, min(due, default=self._interval_s), ready, isolated)
 
     async def _sleep(self, seconds: float) -> None:
         try:

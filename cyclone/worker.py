@@ -33,8 +33,10 @@ from . import (
     metrics,
     migrate,
     registry,
+    resolve,
+    runs,
     settle,
-    submit,
+    store,
     subprocesses,
     wake,
 )
@@ -50,7 +52,7 @@ log = logging.getLogger("cyclone")
 
 EX_STALLED = 75
 _BEAT_S = 0.5
-_RECONCILE_S = 5.0
+_RECONCILE_S, _RECONCILE_IDLE_S = 5.0, 30.0
 _CLAIM_MOST = 1000
 _SETTLE_BATCH = 500
 _MAX_INPUT_BYTES = 1 << 20  # of what handlers enqueue; a client has its own limit
@@ -136,6 +138,7 @@ class Worker:
         self.schema = schema or (statements.schema if isinstance(statements, db.Statements) else "public")
         self._sql = db.statements(self.schema)
         self._registry = handlers
+        self._resolver = resolve.Resolver(self._sql)
         self._handlers = {(name, version): step for name, step in handlers.steps.items() for version in step.versions}
         redactions = (*handlers.redactions, *([] if redact is None else [registry.Redaction(redact)]))
         self._limits = execute.Limits(
@@ -225,17 +228,30 @@ class Worker:
         records, sync_records = AsyncRecords(self._dsn, sql, self._pooler), SyncRecords(self._dsn, sql, self._pooler)
 
         async def enqueue(conn: Any, step: Any, inputs: Any, given: Any) -> list[Any]:
-            batch = submit.prepare(step, inputs, given, max_input_bytes=_MAX_INPUT_BYTES, in_tx=True)
-            ids = (await drive(conn, submit.store(sql, batch, notify=True))).ids if batch.inputs else ()
+            batch = store.prepare(step, inputs, given, max_input_bytes=_MAX_INPUT_BYTES, in_tx=True)
+            ids = (await drive(conn, store.store(sql, batch, notify=True))).ids if batch.inputs else ()
             return [handles.StepHandle(records.run, sql, step, RunID(run_id), None) for run_id in ids]
 
         def enqueue_sync(conn: Any, step: Any, inputs: Any, given: Any) -> list[Any]:
-            batch = submit.prepare(step, inputs, given, max_input_bytes=_MAX_INPUT_BYTES, in_tx=True)
-            ids = drive_sync(conn, submit.store(sql, batch, notify=True)).ids if batch.inputs else ()
+            batch = store.prepare(step, inputs, given, max_input_bytes=_MAX_INPUT_BYTES, in_tx=True)
+            ids = drive_sync(conn, store.store(sql, batch, notify=True)).ids if batch.inputs else ()
             return [handles.SyncStepHandle(sync_records.run, sql, step, RunID(run_id), None) for run_id in ids]
 
-        self._async_doors = context.AsyncDoors(AsyncCompletions(self._dsn, sql, options), records, enqueue)
-        self._sync_doors = context.SyncDoors(SyncCompletions(self._dsn, sql, options), sync_records, enqueue_sync)
+        async def store_runs(batch: store.Runs, conn: Any) -> list[store.Submitted]:
+            return (await drive(conn, store.store_runs(sql, batch, notify=True)))[0]
+
+        def store_runs_sync(batch: store.Runs, conn: Any) -> list[store.Submitted]:
+            return drive_sync(conn, store.store_runs(sql, batch, notify=True))[0]
+
+        door, sync_door = (runs.Door(sql, one.run, patient=False) for one in (records, sync_records))
+        self._async_doors = context.AsyncDoors(
+            AsyncCompletions(self._dsn, sql, options), records, enqueue,
+            runs.AsyncSubmissions(door, store_runs, _MAX_INPUT_BYTES), self._resolver.precedes,
+        )  # fmt: skip
+        self._sync_doors = context.SyncDoors(
+            SyncCompletions(self._dsn, sql, options), sync_records, enqueue_sync,
+            runs.SyncSubmissions(sync_door, store_runs_sync, _MAX_INPUT_BYTES), self._resolver.precedes,
+        )  # fmt: skip
         self._keeper = self._make_keeper(loop)
         self._settler = settle.Settler(
             self._sql,
@@ -243,7 +259,8 @@ class Worker:
             batch=options.settle_batch or _SETTLE_BATCH,
             linger_s=options.settle_linger_s,
             holds_lease=lambda: self._keeper.holds,
-            on_settled=lambda outcome, certain: self._settled(outcome.step, certain),
+            on_settled=self._told,
+            on_ready=lambda made: self._news.nudge(),
             hook=self._hook,
             edit=self._limits.message,
             pooler=self._pooler,
@@ -296,7 +313,7 @@ class Worker:
                 await self._stopping.wait()
 
     def _make_keeper(self, loop: asyncio.AbstractEventLoop) -> lease.Keeper:
-        pairs = sorted(self._handlers)
+        pairs = sorted([*self._handlers, (resolve.MAP, resolve.MAP_VERSION)])
 
         def soon(function: Callable[..., None]) -> Callable[..., None]:
             def call(*args: Any) -> None:
@@ -404,7 +421,7 @@ class Worker:
                         await self._reconcile(conn)
                         self._page.state = State.READY
                         self.ready.set()
-                    if time.monotonic() - reconciled > _RECONCILE_S:
+                    if time.monotonic() - reconciled > (_RECONCILE_S if self._open_claims else _RECONCILE_IDLE_S):
                         reconciled = time.monotonic()
                         await self._reconcile(conn)
                         if self._pipe is None and not self._alone_now:
@@ -417,10 +434,11 @@ class Worker:
                     if self._alone_now:
                         await self._claim_alone(conn)
                         continue
-                    steps, taken = await self._claimer.batch(conn, self._keeper.life, room)
+                    life = self._keeper.life
+                    steps, taken = await self._claimer.batch(conn, life, room)
                     self._page.reach()
                     pause = 0.1  # not before: a server that has become read-only lets connections succeed
-                    self._take(steps)
+                    await self._take(conn, life, steps)
                     if taken >= room:
                         self._news.pass_on()
                     else:  # nothing unlocked was left
@@ -440,11 +458,12 @@ class Worker:
         """Claims one isolated step, while nothing else is held. In a pool a worker of its own does this and ends when
         none is left; a worker in a program of its own does it between its other work.
         """
-        steps, taken = await self._isolated.batch(conn, self._keeper.life, 1)
+        life = self._keeper.life
+        steps, taken = await self._isolated.batch(conn, life, 1)
         if steps:
             log.info("step %s (%s) is run alone", steps[0].id, steps[0].kind)
             metrics.isolated(1)
-            self._take(steps)
+            await self._take(conn, life, steps)
         elif taken:
             pass  # a stale ticket: there may be more
         elif self._alone:
@@ -494,12 +513,18 @@ class Worker:
 
     # --- steps
 
-    def _take(self, steps: list[Claimed]) -> None:
+    async def _take(self, conn: psycopg.AsyncConnection[tuple[Any, ...]], life: int, steps: list[Claimed]) -> None:
         if not steps:
             return
+        # Should this fail, the claim is one that we do not hold, and `_reconcile` gives it back.
+        ready, decided = await self._resolver.resolve(conn, steps)
+        if life != self._keeper.life:
+            return  # lost meanwhile, before these were known as ours; the sweeper has them
         self._open_claims[steps[0].claim] += len(steps)
         self._unsettled += len(steps)
-        self._queue.extend(steps)
+        for outcome in decided:
+            self._settler.add(outcome)
+        self._queue.extend(ready)
         self._taken_at = time.monotonic()
         self._start()
 
@@ -609,6 +634,11 @@ class Worker:
     def _flush_times(self) -> None:
         metrics.ran(self._times)
         self._times = {}
+
+    def _told(self, outcome: Outcome, certain: bool) -> None:
+        self._settled(outcome.step, certain)
+        if outcome.step.graph is not None and (outcome.verb == Verb.SETTLED or outcome.unless_completed):
+            self._news.nudge()  # its transaction may have made steps available
 
     def _settled(self, step: Claimed, certain: bool) -> None:
         """A step needs no more care. A claim is closed with its last step, but not when one of them was dropped and

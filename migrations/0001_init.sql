@@ -10,17 +10,79 @@
 -- saves a draw per enqueue. CACHE 1, because the order of tickets is the order in which work became available.
 CREATE SEQUENCE {schema}.cyclone_ids AS bigint CACHE 1;
 
+-- One version of a workflow's graph, stored once: a run keeps the graph it was submitted with, whatever is deployed later.
+CREATE TABLE {schema}.cyclone_graphs (
+    id            bigint PRIMARY KEY DEFAULT nextval('{schema}.cyclone_ids'),
+    hash          text COLLATE "C" NOT NULL UNIQUE,
+    workflow      text COLLATE "C" NOT NULL,
+    version       integer NOT NULL,
+    queue         text COLLATE "C",
+    result        text COLLATE "C",             -- the node that gives the result
+    sinks         integer NOT NULL,             -- how many nodes have nothing downstream
+    spec          jsonb NOT NULL,               -- the whole graph, with the templates of its inputs
+    registered_at timestamptz NOT NULL DEFAULT now()    -- the newest of a name is what SQL and the command line submit
+);
+CREATE INDEX cyclone_graphs_workflow ON {schema}.cyclone_graphs (workflow, registered_at);
+
+-- What the rows of a new run's steps are made from.
+CREATE TABLE {schema}.cyclone_graph_nodes (
+    graph         bigint NOT NULL,
+    pos           integer NOT NULL,             -- from 0; a parent's is below its children's
+    name          text COLLATE "C" NOT NULL,
+    kind          text COLLATE "C" NOT NULL,    -- of a map: the kind of its items
+    version       integer NOT NULL,
+    max_attempts  integer NOT NULL,
+    timeout_s     double precision,
+    queue         text COLLATE "C",             -- null: as the submission, the workflow or the step says
+    priority      smallint,
+    default_queue text COLLATE "C" NOT NULL,
+    default_priority smallint NOT NULL,
+    tags          text[],
+    metadata      jsonb,
+    parents       integer NOT NULL,             -- how many
+    children      integer[] NOT NULL,
+    map           boolean NOT NULL,
+    max_parallel  integer,
+    policy        smallint NOT NULL,            -- when a dependency fails: 0 the run does, 1 it is cancelled, 2 it runs
+    accept_skipped boolean NOT NULL,
+    contained     boolean NOT NULL,             -- its failure does not fail the run
+    sink          boolean NOT NULL,             -- nothing is downstream
+    PRIMARY KEY (graph, pos)
+);
+
+-- One submission of a workflow; also the lock of everything that decides about the run as a whole.
 CREATE TABLE {schema}.cyclone_runs (
     id            bigint PRIMARY KEY,
+    graph         bigint,
+    created_at    timestamptz NOT NULL DEFAULT now(),
+    finished_at   timestamptz,
+    deadline_at   timestamptz,
+    due_at        timestamptz,                  -- the deadline of a run that has not ended
+    early_at      timestamptz,                  -- when it failed or was cancelled
+    keep_for      interval,
+    open_sinks    integer NOT NULL DEFAULT 0,   -- at zero everything has ended, and the run ends
+    lost          boolean NOT NULL DEFAULT false,   -- its result cannot come any more: it will end as failed
+    ending        text COLLATE "C" CHECK (ending IN ('failure', 'cancel', 'deadline')),  -- why what is left of it is to be ended
     workflow      text COLLATE "C" NOT NULL,
     submit_key    text COLLATE "C",
     state         text COLLATE "C" NOT NULL DEFAULT 'running' CHECK (state IN ('running', 'completed', 'failed', 'cancelled')),
+    result_node   text COLLATE "C",
+    error_node    text COLLATE "C",
+    error_kind    text COLLATE "C",
+    error         text,
     input         jsonb NOT NULL,
-    created_at    timestamptz NOT NULL DEFAULT now(),
-    finished_at   timestamptz,
-    CHECK ((state = 'running') = (finished_at IS NULL))
-);
+    tags          text[],
+    metadata      jsonb,
+    CHECK ((state = 'running') = (finished_at IS NULL)),
+    CHECK (state <> 'running' OR ending IS NULL)
+) WITH (fillfactor = 60);
 CREATE UNIQUE INDEX idx_runs_submit_key ON {schema}.cyclone_runs (workflow, submit_key) WHERE submit_key IS NOT NULL;
+-- None of these names a column that the plain end of a run changes, so that ending it stays on its page.
+CREATE INDEX cyclone_runs_workflow ON {schema}.cyclone_runs (workflow, id);
+CREATE INDEX cyclone_runs_tags ON {schema}.cyclone_runs USING gin (tags) WHERE tags IS NOT NULL;
+CREATE INDEX cyclone_runs_due_at ON {schema}.cyclone_runs (due_at) WHERE due_at IS NOT NULL;
+CREATE INDEX cyclone_runs_early_at ON {schema}.cyclone_runs (id) WHERE early_at IS NOT NULL;
+CREATE INDEX cyclone_runs_ending ON {schema}.cyclone_runs (id) WHERE ending IS NOT NULL;
 
 -- Claim and settle change a step twice, and each change must stay on its page (HOT): so no index, and no index predicate,
 -- names a column that they touch, and the fillfactor leaves room for the versions a batch makes of a whole page at once
@@ -28,6 +90,7 @@ CREATE UNIQUE INDEX idx_runs_submit_key ON {schema}.cyclone_runs (workflow, subm
 CREATE TABLE {schema}.cyclone_steps (
     id            bigint PRIMARY KEY,
     run_id        bigint NOT NULL,              -- equal to id for a standalone step, which is a run of its own
+    graph         bigint,                       -- of its run; null for a standalone step, as all of what graphs need
     ord           bigint,                       -- the ticket this step names; any other ticket of it is stale
     claim         bigint,                       -- the last claim; kept when the step ends, so that a settle sent twice knows itself
     enqueued_at   timestamptz NOT NULL DEFAULT now(),
@@ -35,13 +98,22 @@ CREATE TABLE {schema}.cyclone_steps (
     started_at    timestamptz,                  -- when it was last claimed
     finished_at   timestamptz,
     due_at        timestamptz,
+    deadline_at   timestamptz,                  -- of its run
+    map_step      bigint,                       -- the map that it is an item of
+    map_next      bigint,                       -- of a map with max_parallel: the last item that was let go
     timeout_s     double precision,
+    pos           integer,                      -- in the graph
+    pending       integer,                      -- how many parents (of a map that waits: items) have not ended
     attempts      integer NOT NULL DEFAULT 0,
     max_attempts  integer NOT NULL CHECK (max_attempts >= 1),
     version       integer NOT NULL DEFAULT 1,
     snoozes       integer NOT NULL DEFAULT 0,
     reclaims      integer NOT NULL DEFAULT 0,
     priority      smallint NOT NULL DEFAULT 5 CHECK (priority BETWEEN 0 AND 9),
+    policy        smallint,                     -- as in cyclone_graph_nodes
+    accept_skipped boolean,
+    contained     boolean,
+    sink          boolean,                      -- its end may end the run: nothing is downstream of it, or of its map
     resume        boolean NOT NULL DEFAULT false,   -- the next claim repeats attempt number `attempts` instead of starting a new one
     isolated      boolean NOT NULL DEFAULT false,   -- it was being executed at deaths of its workers: it runs alone
     state         text COLLATE "C" NOT NULL CHECK (state IN (
@@ -49,8 +121,12 @@ CREATE TABLE {schema}.cyclone_steps (
     node          text COLLATE "C" NOT NULL,
     kind          text COLLATE "C" NOT NULL,
     queue         text COLLATE "C" NOT NULL DEFAULT 'default',
-    input         jsonb NOT NULL,
+    input         jsonb,                        -- null for a node: composed when it is executed, from what its run has
     output        jsonb,
+    children      bigint[],
+    -- Why it was or will be cancelled: a dependency of it failed, it was skipped, its run failed, ran out of time or was
+    -- cancelled, or somebody cancelled it alone. Reopening restores what the failure took, and no more.
+    fate          text COLLATE "C" CHECK (fate IN ('dependency', 'skipped', 'failure', 'deadline', 'cancel', 'alone')),
     error_kind    text COLLATE "C",
     error         text,
     last_crash    text,
@@ -65,6 +141,7 @@ CREATE TABLE {schema}.cyclone_steps (
 ) WITH (fillfactor = 45, autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_insert_scale_factor = 0.2);
 -- Only delays, backoff and snoozes set due_at, so claim and completion stay HOT.
 CREATE INDEX cyclone_steps_due_at ON {schema}.cyclone_steps (due_at) WHERE due_at IS NOT NULL;
+CREATE INDEX cyclone_steps_map_step ON {schema}.cyclone_steps (map_step, id) WHERE map_step IS NOT NULL;
 
 -- Every failure of a step, also those that a later attempt made good.
 CREATE TABLE {schema}.cyclone_errors (
@@ -100,12 +177,12 @@ CREATE TABLE {schema}.cyclone_events (
     id            bigint NOT NULL DEFAULT nextval('{schema}.cyclone_ids'),
     at            timestamptz NOT NULL,
     kind          text COLLATE "C" NOT NULL,
-    step          bigint NOT NULL,
+    step          bigint,                       -- null, as the next columns, for what happened to a whole run
     run_id        bigint NOT NULL,
-    node          text COLLATE "C" NOT NULL,
-    step_kind     text COLLATE "C" NOT NULL,
-    queue         text COLLATE "C" NOT NULL,
-    attempt       integer NOT NULL,
+    node          text COLLATE "C",
+    step_kind     text COLLATE "C",
+    queue         text COLLATE "C",
+    attempt       integer,
     detail        jsonb,
     actor         text,                         -- who asked for it; null when nobody did
     host          text,                         -- where that was, or where the worker is that had the step
@@ -199,16 +276,13 @@ CREATE VIEW {schema}.cyclone_all_runs AS
 -- The end of a completion transaction, sent in one message with its COMMIT. Zero rows must undo what the handler wrote, and
 -- the COMMIT is already behind this call: so the server itself refuses. A function rather than a statement, because its plans
 -- stay with the session without the driver's preparing anything. The seal shows whether the handler ended the transaction.
-CREATE FUNCTION {schema}.cyclone_complete(step bigint, own_claim bigint, seal text, new_output jsonb) RETURNS void
+CREATE FUNCTION {schema}.cyclone_complete(step bigint, own_claim bigint, run bigint, seal text, new_output jsonb) RETURNS void
 LANGUAGE plpgsql AS $cyclone$
 BEGIN
     IF current_setting('cyclone.seal', true) IS DISTINCT FROM seal THEN
         RAISE EXCEPTION USING ERRCODE = 'CY002', MESSAGE = 'the handler ended its completion transaction';
     END IF;
-    UPDATE {schema}.cyclone_steps
-    SET state = 'completed', output = new_output, finished_at = clock_timestamp(), error_kind = NULL, error = NULL
-    WHERE id = step AND claim = own_claim AND state = 'running';
-    IF NOT FOUND THEN
+    IF NOT {schema}.cyclone_complete_one(step, own_claim, run, new_output::text, NULL) THEN
         RAISE EXCEPTION USING ERRCODE = 'CY001', MESSAGE = 'the lease of this step was lost';
     END IF;
 END $cyclone$;

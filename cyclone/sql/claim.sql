@@ -56,7 +56,7 @@ WITH me AS MATERIALIZED (
     ON CONFLICT (lane) DO NOTHING
 )
 SELECT total.taken, c.id, c.run_id, c.node, c.kind, c.version, c.queue, c.input, c.attempts, c.max_attempts,
-       c.reclaims, c.snoozes, c.timeout_s, c.resume, c.tags, c.metadata, c.enqueued_at,
+       c.reclaims, c.snoozes, c.timeout_s, c.resume, c.tags, c.metadata, c.enqueued_at, c.graph, c.pos, c.sink, c.deadline_at,
        extract(epoch FROM c.started_at - c.ready_at)::float8 AS waited_s
 FROM (SELECT count(*) AS taken FROM taken) total LEFT JOIN claimed c ON true
 ORDER BY c.n;

@@ -50,7 +50,7 @@ WITH sent AS MATERIALIZED (
     UPDATE {schema}.cyclone_steps s
     SET state = d.state,
         due_at = CASE d.state WHEN 'scheduled' THEN coalesce(%(now)s, now()) + d.delay_s * interval '1 second' END,
-        finished_at = CASE d.state WHEN 'discarded' THEN coalesce(%(now)s, now()) END,
+        finished_at = CASE WHEN d.state IN ('discarded', 'cancelled') THEN coalesce(%(now)s, now()) END,
         ready_at = CASE d.state WHEN 'available' THEN coalesce(%(now)s, now()) ELSE s.ready_at END,
         ord = CASE d.state WHEN 'available' THEN nextval('{schema}.cyclone_ids') ELSE s.ord END,
         attempts = s.attempts - CASE WHEN d.called OR s.resume THEN 0 ELSE 1 END,
@@ -66,15 +66,17 @@ WITH sent AS MATERIALIZED (
     SELECT CASE WHEN isolated THEN '!' || queue ELSE queue END, priority * 2 + CASE verb WHEN 'release' THEN 0 ELSE 1 END, ord, id FROM moved WHERE state = 'available'
 ), failures AS (
     INSERT INTO {schema}.cyclone_errors (step, attempt, at, kind, message, traceback)
-    SELECT id, attempts, coalesce(%(now)s, now()), error_kind, message, traceback FROM moved WHERE error_kind IS NOT NULL
+    SELECT id, attempts, coalesce(%(now)s, now()), error_kind, message, traceback FROM moved
+    WHERE error_kind IS NOT NULL AND state <> 'cancelled'
 ), events AS (
     INSERT INTO {schema}.cyclone_events (at, kind, step, run_id, node, step_kind, queue, attempt, host, detail)
     SELECT coalesce(%(now)s, now()), e.kind, id, run_id, node, m.kind, queue, attempts, %(host)s::text,
            jsonb_strip_nulls(jsonb_build_object(
                'delay_s', CASE WHEN verb IN ('retry', 'snooze') THEN delay_s END,
                'snoozes', CASE verb WHEN 'snooze' THEN snoozes END,
-               'error_kind', error_kind, 'error', left(message, 1000)))
-    FROM moved m JOIN (VALUES ('retry', 'retry_scheduled'), ('snooze', 'snoozed'), ('discard', 'discarded'), ('release', 'released'))
+               'error_kind', error_kind, 'error', left(message, 1000), 'reason', CASE verb WHEN 'cancel_run' THEN message END))
+    FROM moved m JOIN (VALUES ('retry', 'retry_scheduled'), ('snooze', 'snoozed'), ('discard', 'discarded'),
+                              ('release', 'released'), ('cancel_run', 'cancelled'))
          AS e(verb, kind) USING (verb)
     WHERE verb <> 'release' OR called
 )
@@ -83,11 +85,28 @@ SELECT d.id, s.state, s.claim FROM (
     SELECT id FROM sent WHERE (SELECT count(*) FROM moved) < cardinality(%(ids)s::bigint[]) EXCEPT SELECT id FROM moved
 ) d LEFT JOIN {schema}.cyclone_steps s ON s.id = d.id;
 
+-- name: lock_runs
+-- First of all in a settle that may end runs: everybody takes runs in this order, and before any step.
+SELECT id FROM {schema}.cyclone_runs WHERE id = ANY(%(runs)b::bigint[]) ORDER BY id FOR UPDATE;
+
+-- name: complete_nodes
+-- The second migration says how. Runs are locked first when there are any.
+SELECT made, id, state, claim FROM {schema}.cyclone_complete_nodes(
+    %(ids)b::bigint[], %(claims)b::bigint[], %(outputs)b::text[], %(runs)b::bigint[], %(step_over)s::boolean,
+    %(now)s::timestamptz);
+
+-- name: fail_nodes
+SELECT made, id, state, claim FROM {schema}.cyclone_fail_nodes(
+    %(ids)s::bigint[], %(claims)s::bigint[], %(verbs)s::text[], %(kinds)s::text[], %(messages)s::text[],
+    %(tracebacks)s::text[], %(called)s::boolean[], %(runs)s::bigint[], %(host)s::text, %(step_over)s::boolean,
+    %(now)s::timestamptz);
+
+-- name: expand_map
+SELECT made, id, state, claim FROM {schema}.cyclone_expand_map(
+    %(id)s::bigint, %(claim)s::bigint, %(run)s::bigint, %(items)s::jsonb, %(now)s::timestamptz);
+
 -- name: complete_in
--- Completes a step in a transaction of the handler's own. The caller raises on zero rows, and whoever owns the transaction
+-- Completes a step in a transaction of the handler's own. The caller raises on false, and whoever owns the transaction
 -- rolls it back; nothing is set on the connection, so the statement waits for a lock as its owner's settings say.
-UPDATE {schema}.cyclone_steps
-SET state = 'completed', output = %(output)s::jsonb, finished_at = coalesce(%(now)s, clock_timestamp()),
-    error_kind = NULL, error = NULL
-WHERE id = %(id)s AND claim = %(claim)s AND state = 'running'
-RETURNING id;
+SELECT {schema}.cyclone_complete_one(
+    %(id)s::bigint, %(claim)s::bigint, %(run)s::bigint, %(output)s::text, %(now)s::timestamptz)::integer;

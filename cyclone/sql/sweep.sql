@@ -13,7 +13,8 @@ RETURNING id, host, pid;
 -- A step counts a reclaim when it was being executed, or when nobody can tell; it then repeats the same attempt. The others
 -- return as they were. At the limit of its kind a step is discarded as crashed instead. One that was being executed at
 -- two deaths (four when nobody could tell what was executed) goes to a lane of its own and is run alone from then on, so
--- that it cannot take its neighbours down again. Only what counts a reclaim is an event.
+-- that it cannot take its neighbours down again. Only what counts a reclaim is an event. A node of a run at its limit is
+-- kept as it is: its end touches the run, whose lock comes before any step's (crashed_nodes).
 WITH dead AS MATERIALIZED (
     SELECT c.id, c.steps, l.executing, l.host, coalesce(l.end_reason, 'life unknown') AS reason
     FROM {schema}.cyclone_claims c LEFT JOIN {schema}.cyclone_lives l ON l.id = c.life
@@ -21,7 +22,8 @@ WITH dead AS MATERIALIZED (
     ORDER BY c.id LIMIT %(claims)s FOR UPDATE OF c SKIP LOCKED
 ), held AS MATERIALIZED (
     SELECT s.id, s.claim, d.reason, d.host, coalesce(s.id = ANY(d.executing), true) AS executed,
-           d.executing IS NOT NULL AS attributed, coalesce(k.max_reclaims, 2147483647) AS most
+           d.executing IS NOT NULL AS attributed, coalesce(k.max_reclaims, 2147483647) AS most,
+           s.graph IS NOT NULL AND coalesce(s.id = ANY(d.executing), true) AND s.reclaims + 1 >= k.max_reclaims AS kept
     FROM {schema}.cyclone_steps s
     JOIN (SELECT id, reason, host, executing, unnest(steps) AS step FROM dead) d ON d.step = s.id AND d.id = s.claim
     LEFT JOIN {schema}.cyclone_kinds k ON k.kind = s.kind AND k.version = s.version
@@ -42,7 +44,7 @@ WITH dead AS MATERIALIZED (
                      THEN format('the worker died %%s times while it ran this step; the last time: %%s', s.reclaims + 1, h.reason)
                      ELSE s.error END
     FROM held h
-    WHERE s.id = h.id AND s.claim = h.claim AND s.state = 'running'
+    WHERE s.id = h.id AND s.claim = h.claim AND s.state = 'running' AND h.kept IS NOT TRUE
     RETURNING s.id, s.run_id, s.node, s.kind, s.queue, s.isolated, s.priority, s.ord, s.state, s.attempts, s.reclaims, s.error,
               h.executed, h.reason, h.host
 ), tickets AS (
@@ -68,9 +70,54 @@ WITH dead AS MATERIALIZED (
         WHERE s.id = ANY(d.steps) AND s.claim = d.id AND s.state = 'running' AND s.id NOT IN (SELECT id FROM moved))
     RETURNING c.id
 )
-SELECT (SELECT count(*) FROM closed) AS closed, m.id, m.run_id, m.node, m.kind, m.state, m.attempts, m.reclaims, m.executed, m.reason,
+SELECT (SELECT count(*) FROM closed) AS closed, (SELECT count(*) FROM held WHERE kept) AS kept, m.id, m.run_id, m.node, m.kind, m.state, m.attempts, m.reclaims, m.executed, m.reason,
        row_to_json(e)::text
 FROM (SELECT 1) one LEFT JOIN moved m ON true LEFT JOIN events e ON e.step = m.id;
+
+-- name: crashed_nodes
+-- Nodes of runs that dead workers were executing, at the limit of their kind.
+SELECT s.id, s.claim, s.run_id, s.kind, s.reclaims + 1, coalesce(l.end_reason, 'life unknown')
+FROM {schema}.cyclone_claims c LEFT JOIN {schema}.cyclone_lives l ON l.id = c.life
+CROSS JOIN LATERAL unnest(c.steps) AS held(step)
+JOIN {schema}.cyclone_steps s ON s.id = held.step AND s.claim = c.id AND s.state = 'running' AND s.graph IS NOT NULL
+JOIN {schema}.cyclone_kinds k ON k.kind = s.kind AND k.version = s.version
+WHERE (l.id IS NULL OR l.ended_at IS NOT NULL) AND coalesce(s.id = ANY(l.executing), true) AND s.reclaims + 1 >= k.max_reclaims
+ORDER BY s.id LIMIT 100;
+
+-- name: count_crash
+UPDATE {schema}.cyclone_steps SET reclaims = reclaims + 1, last_crash = %(reason)s
+WHERE id = %(id)s AND claim = %(claim)s AND state = 'discarded';
+
+-- name: end_due_runs
+-- Runs whose deadline has passed. Their steps are many: a few runs in one transaction.
+SELECT count(*) FROM (
+    SELECT {schema}.cyclone_end_run(
+        d.id, 'deadline', NULL, 'deadline', 'the deadline of the run has passed', NULL, %(host)s::text,
+        coalesce(%(now)s::timestamptz, clock_timestamp()))
+    FROM (SELECT id FROM {schema}.cyclone_runs WHERE due_at <= coalesce(%(now)s::timestamptz, now()) AND state = 'running'
+          ORDER BY due_at LIMIT 5 FOR UPDATE SKIP LOCKED) d
+) ended;
+
+-- name: end_steps
+-- One round of ending what is left of a run that has ended early. Null when there is no such run.
+SELECT {schema}.cyclone_end_steps(e.id, 1000, coalesce(%(now)s::timestamptz, clock_timestamp()))
+FROM (SELECT id FROM {schema}.cyclone_runs WHERE ending IS NOT NULL ORDER BY id LIMIT 1 FOR UPDATE SKIP LOCKED) e;
+
+-- name: look_around
+-- What there is to do, for one round of a sweeper: an idle one costs this statement and no more.
+SELECT EXISTS (SELECT FROM {schema}.cyclone_lives WHERE ended_at IS NULL AND lease_until < coalesce(%(now)s, now())) AS expired,
+       EXISTS (SELECT FROM {schema}.cyclone_claims c LEFT JOIN {schema}.cyclone_lives l ON l.id = c.life
+               WHERE l.id IS NULL OR l.ended_at IS NOT NULL) AS dead,
+       EXISTS (SELECT FROM {schema}.cyclone_runs WHERE ending IS NOT NULL) AS ending,
+       -- Both queries of an aggregate over a partial index end at its first entry.
+       (SELECT extract(epoch FROM min(due_at) - coalesce(%(now)s, now()))::float8
+        FROM {schema}.cyclone_steps WHERE due_at IS NOT NULL) AS step_due_s,
+       (SELECT extract(epoch FROM min(due_at) - coalesce(%(now)s, now()))::float8
+        FROM {schema}.cyclone_runs WHERE due_at IS NOT NULL) AS run_due_s,
+       EXISTS (SELECT FROM {schema}.cyclone_ready) AS ready,
+       -- Names of queues begin with neither mark, so these ranges hold nothing but steps that are to run alone.
+       EXISTS (SELECT FROM {schema}.cyclone_ready WHERE lane >= '!' AND lane < '"')
+       OR EXISTS (SELECT FROM {schema}.cyclone_ready WHERE lane >= '?!' AND lane < '?"') AS isolated;
 
 -- name: fire_due
 -- Steps that are due become available, oldest first, each with a new ticket.
@@ -91,12 +138,6 @@ WITH due AS MATERIALIZED (
     SELECT CASE WHEN isolated THEN '!' || queue ELSE queue END, priority * 2 + 1, ord, id FROM fired
 )
 SELECT count(*) FROM fired;
-
--- name: next_due
-SELECT extract(epoch FROM min(due_at) - coalesce(%(now)s, now()))::float8 FROM {schema}.cyclone_steps WHERE due_at IS NOT NULL;
-
--- name: some_ready
-SELECT EXISTS (SELECT FROM {schema}.cyclone_ready);
 
 -- name: close_claims
 -- Claims of living workers that no running step names any more: the worker's own delete had met a lock. Old ones only, since

@@ -22,7 +22,7 @@ from cyclone import (
     db,
     migrate,
     plan,
-    submit,
+    store,
 )
 
 EVIL = 'it\'s 100%s; "DROP" \\ 😀 $$'
@@ -161,11 +161,11 @@ def test_delays_are_by_the_clock_of_the_database(client: SyncClient, conn: psyco
 
 def test_every_statement_takes_its_time(dsn: str) -> None:
     now = datetime(2030, 1, 1, tzinfo=UTC)
-    batch = submit.prepare(tick, [None], {"delay": 90}, max_input_bytes=99)
+    batch = store.prepare(tick, [None], {"delay": 90}, max_input_bytes=99)
     with psycopg.connect(dsn, autocommit=True) as conn:
         for copy in (False, True):
             some = msgspec.structs.replace(batch, copy=copy)
-            plan.drive_sync(conn, submit.enqueue(db.statements("public"), some, now=now))
+            plan.drive_sync(conn, store.enqueue(db.statements("public"), some, now=now))
         rows = conn.execute("SELECT enqueued_at, due_at FROM cyclone_steps").fetchall()
     assert rows == [(now, now + timedelta(seconds=90))] * 2
 
@@ -490,5 +490,5 @@ def test_a_lost_notification_does_not_fail_what_is_committed(
 
 def test_waking_leaves_the_session_durable(dsn: str, conn: psycopg.Connection) -> None:
     sleep(conn)
-    plan.drive_sync(conn, submit.wake(db.statements("public")))
+    plan.drive_sync(conn, store.wake(db.statements("public")))
     assert conn.execute("SHOW synchronous_commit").fetchone() == ("on",)

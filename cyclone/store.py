@@ -1,4 +1,4 @@
-"""Submit: steps are checked and encoded, then stored with their tickets.
+"""Store: what is submitted, steps and runs, is checked and encoded, then stored with its tickets.
 
 Everything that can be wrong with a call is found by `prepare`, before a connection is taken. What the database then
 does is one statement, or a COPY in a transaction above a size. Measured on two cores with inputs of 100 bytes, tickets
@@ -8,8 +8,8 @@ statement's single round trip is worth more than that, as the server is mostly n
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 import psycopg
 
-from . import codec, config, db, registry
+from . import codec, config, db, graph, registry
 from . import wake as wake_ups
-from .errors import InvalidInputError, InvalidOptionError
+from .errors import InvalidInputError, InvalidOptionError, SubmitConflictError
 from .plan import Copy, Mark, Plan, Run
 
 log = logging.getLogger("cyclone")
@@ -65,7 +65,7 @@ def prepare(
     keep_for = options.get("keep_for")
     if delay is not None and at is not None:
         raise InvalidOptionError("delay and scheduled_at exclude each other")
-    encoded = _encoded(step, inputs, max_input_bytes)
+    encoded = _encoded(f"step {step.name!r}", step.input_codec, inputs, max_input_bytes)
     return Batch(
         kind=step.name,
         settings=settings,
@@ -85,8 +85,8 @@ def _copies(method: object, count: int, in_tx: bool) -> bool:
     return not in_tx and (method == "copy" or (method == "auto" and count > _COPY_FROM))
 
 
-def _encoded(step: registry.Step[Any, Any], inputs: Iterable[Any], max_bytes: int) -> list[bytes]:
-    encode, decode = step.input_codec.encode, step.input_codec.decode
+def _encoded(what: str, way: codec.Codec[Any], inputs: Iterable[Any], max_bytes: int) -> list[bytes]:
+    encode, decode = way.encode, way.decode
     found: list[bytes] = []
     for value in inputs:
         try:
@@ -94,40 +94,17 @@ def _encoded(step: registry.Step[Any, Any], inputs: Iterable[Any], max_bytes: in
             # Encoders do not check: a value of another type, or a field of one, shows only when it is read back.
             decode(data)
         except (codec.EncodeError, codec.DecodeError) as exc:
-            raise InvalidInputError(f"input {len(found)} of step {step.name!r} cannot be taken: {exc}") from exc
+            raise InvalidInputError(f"input {len(found)} of {what} cannot be taken: {exc}") from exc
         if len(data) > max_bytes:
             raise InvalidInputError(
-                f"input {len(found)} of step {step.name!r} takes {len(data)} bytes; max_input_bytes is {max_bytes}"
+                f"input {len(found)} of {what} takes {len(data)} bytes; max_input_bytes is {max_bytes}"
             )
         found.append(data)
     return found
 
 
-class Quiet:
-    """Lets one submission notify and those that follow within a moment keep quiet, as the one who is woken looks once
-    more after that.
-
-    The database has the same rule for all producers together, but whoever asks it pays a round trip: of eight
-    submissions at a time, half asked, and were told to keep quiet (measured: 790 submits/s, against 1,520 with nobody
-    asleep).
-    """
-
-    __slots__ = ("_until",)
-
-    def __init__(self) -> None:
-        self._until = 0.0
-
-    def broken(self) -> bool:
-        """Whether to notify now; from then on it is quiet again."""
-        now = time.monotonic()
-        if now < self._until:
-            return False
-        self._until = now + wake_ups.QUIET_S
-        return True
-
-
 def enqueue(
-    statements: db.Statements, batch: Batch, *, quiet: Quiet | None = None, now: datetime | None = None
+    statements: db.Statements, batch: Batch, *, quiet: wake_ups.Quiet | None = None, now: datetime | None = None
 ) -> Plan[Sequence[str]]:
     """Stores a batch and commits; then notifies those who sleep. Returns the ids in the order of the inputs."""
     if batch.copy:
@@ -205,6 +182,127 @@ def _columns(batch: Batch) -> dict[str, Any]:
 def _rank(batch: Batch) -> int:
     # Two ranks per priority; the lower one is for work that a worker gave back.
     return batch.settings.priority * 2 + 1
+
+
+# Runs of workflows
+
+
+class Runs(msgspec.Struct, frozen=True, kw_only=True):
+    """Submissions of one workflow, ready to be stored: options checked, inputs encoded as JSON."""
+
+    workflow: graph.AnyWorkflow
+    inputs: Sequence[bytes]
+    keys: Sequence[str] | None
+    typed: bool
+    params: dict[str, Any]
+
+
+class Submitted(msgspec.Struct, frozen=True):
+    """One submission: its run, whether it is new, and what is wrong with the input if the run has another."""
+
+    run_id: str
+    created: bool
+    error: SubmitConflictError | None
+
+
+def prepare_runs(
+    workflow: graph.AnyWorkflow,
+    inputs: Iterable[Any],
+    options: graph.SubmitOptions,
+    *,
+    max_input_bytes: int,
+    keys: Sequence[str] | None = None,
+    compare: object = "json",
+) -> Runs:
+    """The submissions of a call, without a look at the database. Raises InvalidOptionError or InvalidInputError."""
+    config.known("option", options, graph.SUBMIT_OPTIONS)
+    if compare not in ("json", "typed"):
+        raise InvalidOptionError(f"compare must be 'json' or 'typed', not {compare!r}")
+    settings = registry.override(registry.Settings(), options)
+    delay, at = options.get("delay"), options.get("scheduled_at")
+    if delay is not None and at is not None:
+        raise InvalidOptionError("delay and scheduled_at exclude each other")
+    deadline = options.get("deadline", workflow.deadline_s)
+    moment = isinstance(deadline, datetime)
+    keep_for = options.get("keep_for", workflow.keep_for_s)
+    params: dict[str, Any] = {
+        "hash": workflow.spec.hash,
+        "keys": None if keys is None else [config.key("key", key) for key in keys],
+        "queue": settings.queue if "queue" in options else None,
+        "priority": settings.priority if "priority" in options else None,
+        "tags": settings.tags,
+        "metadata": settings.metadata,
+        "keep_for_s": None if keep_for is None else config.seconds("keep_for", keep_for),
+        "scheduled_at": None if at is None else config.instant("scheduled_at", at),
+        "delay_s": None if delay is None else config.seconds("delay", delay, zero=True),
+        "deadline_s": None if deadline is None or moment else config.seconds("deadline", deadline),
+        "deadline_at": config.instant("deadline", deadline) if moment else None,
+    }
+    encoded = _encoded(f"workflow {workflow.name!r}", workflow.input_codec, inputs, max_input_bytes)
+    return Runs(workflow=workflow, inputs=encoded, keys=params["keys"], typed=compare == "typed", params=params)
+
+
+def submit(
+    statements: db.Statements, runs: Runs, *, quiet: wake_ups.Quiet | None = None, now: datetime | None = None
+) -> Plan[list[Submitted]]:
+    """Stores submissions and commits; then notifies those who sleep. Returns what came of each, in their order."""
+    found, asleep = yield from store_runs(statements, runs, notify=False, now=now)
+    yield Mark.COMMIT
+    if asleep and (quiet is None or quiet.broken()):
+        yield from wake(statements, now=now)
+    return found
+
+
+def store_runs(
+    statements: db.Statements, runs: Runs, *, notify: bool, now: datetime | None = None
+) -> Plan[tuple[list[Submitted], bool]]:
+    """Stores submissions in whatever transaction is open, with `notify` it notifies too. The graph goes along with the
+    first submission that the database sees of it.
+    """
+    what = Run(
+        statements["submit_runs"],
+        {
+            **runs.params,
+            "inputs": [data.decode() for data in runs.inputs],
+            "channel": statements.channel,
+            "notify": notify,
+            "now": now,
+        },
+    )
+    rows = yield what
+    if not rows:
+        spec = runs.workflow.spec
+        yield Run(statements["register_graph"], {"hash": spec.hash, "spec": spec.encode().decode(), "newest": False})
+        rows = yield what
+        if not rows:  # committed by another transaction after the snapshot of this one
+            raise psycopg.errors.SerializationFailure(
+                "the graph of the workflow was stored by a concurrent transaction"
+            )
+    found: list[Submitted] = []
+    for n, (run_id, created, differs, _) in enumerate(rows):
+        error = None
+        if differs is not None and runs.keys is not None:
+            diff = _differences(runs, differs, runs.inputs[n])
+            if diff:
+                error = SubmitConflictError(run_id, runs.workflow.name, runs.keys[n], diff)
+        found.append(Submitted(run_id, bool(created), error))
+    return found, bool(rows[0][3]) and not notify
+
+
+def _differences(runs: Runs, stored: str, new: bytes) -> list[str]:
+    if runs.typed:
+        # As the type of today reads it: members that it has got since then have their defaults.
+        with contextlib.suppress(codec.DecodeError, codec.EncodeError):
+            stored = runs.workflow.input_codec.encode(runs.workflow.input_codec.decode(stored)).decode()
+        return codec.differences(stored, new)
+    # The server has found them different; where it is finer than this, the whole is named.
+    return codec.differences(stored, new) or [""]
+
+
+def find_run(statements: db.Statements, workflow: str, key: str) -> Plan[str | None]:
+    """The id of the run that has a submit key."""
+    rows = yield Run(statements["find_run"], {"workflow": workflow, "key": key})
+    return rows[0][0] if rows else None
 
 
 # The text format of COPY, built by hand: psycopg's own formatting costs more than all the rest of a row.

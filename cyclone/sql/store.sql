@@ -42,3 +42,16 @@ WITH tickets AS (
 SELECT EXISTS (
     SELECT FROM {schema}.cyclone_sleepers z, coalesce(%(now)s::timestamptz, clock_timestamp()) AS moment
     WHERE z.until > moment AND z.notified_at < moment - interval '10 milliseconds')::integer;
+
+-- name: submit_runs
+-- The second migration says how. No row: the graph is not known here.
+SELECT run_id, created, differs, asleep FROM {schema}.cyclone_submit_runs(
+    %(hash)s::text, %(keys)s::text[], %(inputs)s::text[], %(queue)s::text, %(priority)s::smallint, %(tags)s::text[],
+    %(metadata)s::jsonb, %(keep_for_s)s::float8, %(scheduled_at)s::timestamptz, %(delay_s)s::float8, %(deadline_s)s::float8,
+    %(deadline_at)s::timestamptz, %(channel)s::text, %(notify)s::boolean, %(now)s::timestamptz);
+
+-- name: register_graph
+SELECT {schema}.cyclone_register(%(hash)s::text, %(spec)s::jsonb, %(newest)s::boolean)::text;
+
+-- name: find_run
+SELECT id::text FROM {schema}.cyclone_runs WHERE workflow = %(workflow)s::text AND submit_key = %(key)s::text;
