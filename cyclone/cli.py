@@ -326,6 +326,12 @@ def _enqueue(
     keep_for: Annotated[str | None, typer.Option(metavar="DURATION", help="Keep it so long after its end.")] = None,
     tag: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A label; may be given again.")] = None,
     metadata: Annotated[str | None, typer.Option(metavar="JSON", help="A JSON object that goes with the step.")] = None,
+    unique: Annotated[
+        str | None, typer.Option(metavar="KEY", help="A key that only one active step of this kind may have.")
+    ] = None,
+    on_duplicate: Annotated[
+        str, typer.Option(metavar="raise|return", help="Exit with 4 if the key is taken, or print who has it. [raise]")
+    ] = "raise",
     dsn: Dsn = None,
     schema: Schema = None,
     as_json: Json = False,
@@ -334,7 +340,7 @@ def _enqueue(
 
     What is not given is as the step declares it. With --jsonl a bad line ends the command, and nothing is enqueued.
     """
-    from . import db, plan, store
+    from . import db, plan, registry, store
 
     if (input is None) == (jsonl is None):
         raise InvalidOptionError("give either JSON (null for a step without input) or --jsonl FILE")
@@ -354,11 +360,15 @@ def _enqueue(
             options[name] = parse(f"--{name.replace('_', '-')}", value)
     if tag:
         options["tags"] = tag
+    if unique is not None:
+        if jsonl is not None:
+            raise InvalidOptionError("--unique is for a single step, not for --jsonl")
+        options["unique"] = registry.Unique(unique, cast("registry.OnDuplicate", on_duplicate))
     dsn, schema = _database(dsn, schema)
     statements = db.statements(schema)
     # Bad options are refused before anything is connected.
-    checked = cast("registry.EnqueueManyOptions", options)
-    prepare = functools.partial(store.prepare, inputs=(), options=checked, max_input_bytes=_MAX_INPUT, in_tx=True)
+    inputs: tuple[object, ...] = () if unique is None else (None,)
+    prepare = functools.partial(store.prepare, inputs=inputs, options=options, max_input_bytes=_MAX_INPUT, in_tx=True)
     prepare(_declare(step, {}))
     with contextlib.ExitStack() as stack:
         file = None if jsonl is None else _open(stack, jsonl)
@@ -370,19 +380,20 @@ def _enqueue(
         else:
             values = _lines(declared, jsonl, file)
         advance = stack.enter_context(_progress(file))
-        run_id, count, asleep = "", 0, False
+        run_id, created, count, asleep = "", True, 0, False
         with conn.transaction():
-            while inputs := list(itertools.islice(values, _CHUNK)):
-                some = msgspec.structs.replace(batch, inputs=inputs)
-                stored = plan.drive_sync(conn, store.store(statements, some, notify=False))
-                run_id, count, asleep = stored.ids[0], count + len(inputs), asleep or stored.asleep
+            while some := list(itertools.islice(values, _CHUNK)):
+                part = msgspec.structs.replace(batch, inputs=some)
+                stored = plan.drive_sync(conn, store.store(statements, part, notify=False))
+                ((run_id, created), *_) = stored.pairs()
+                count, asleep = count + len(some), asleep or stored.asleep
                 advance(count)
         if asleep:
             plan.drive_sync(conn, store.wake(statements))
     if file is not None:
         _print_json({"step": step, "enqueued": count}) if as_json else print(f"enqueued {count:,} steps")
     elif as_json:
-        _print_json({"step": step, "run_id": run_id})
+        _print_json({"step": step, "run_id": run_id, **({} if unique is None else {"created": created})})
     else:
         print(run_id)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from types import TracebackType
@@ -29,7 +29,7 @@ from .events import Hook, OnStepEvent, seen, seen_run
 from .handles import StepHandle, SyncStepHandle
 from .model import Cursor, Event, Page, RunID, RunInfo, StepInfo
 from .plan import Plan, check_tx, drive, drive_sync
-from .registry import AsyncTx, EnqueueManyOptions, Step, SyncTx
+from .registry import AsyncTx, Step, SyncTx
 from .states import EventKind, RunState
 
 T = TypeVar("T")
@@ -116,14 +116,20 @@ class _ClientBase:
         hook.tell([seen_run(EventKind.RUN_STARTED, one.run_id, batch.workflow.name) for one in found if one.created])
 
     def _prepared(
-        self, step: Step[Any, Any], inputs: Iterable[Any], options: EnqueueManyOptions, *, in_tx: bool
+        self, step: Step[Any, Any], inputs: Iterable[Any], options: Mapping[str, Any], *, in_tx: bool
     ) -> store.Batch:
         return store.prepare(step, inputs, options, max_input_bytes=self._max_input_bytes, in_tx=in_tx)
 
-    def _tell_enqueued(self, hook: Hook, batch: store.Batch, ids: Sequence[str]) -> None:
+    def _tell_enqueued(self, hook: Hook, batch: store.Batch, stored: store.Stored) -> None:
         later = batch.scheduled_at is not None and batch.scheduled_at > datetime.now(UTC)
         kind = EventKind.SCHEDULED if batch.delay_s or later else EventKind.ENQUEUED
-        hook.tell([seen(kind, run_id, batch.kind, batch.kind, batch.settings.queue, 0) for run_id in ids])
+        hook.tell(
+            [
+                seen(kind, run_id, batch.kind, batch.kind, batch.settings.queue, 0)
+                for run_id, new in stored.pairs()
+                if new
+            ]
+        )
 
     def _feed(
         self,
@@ -416,7 +422,7 @@ class Client(_ClientBase):
         self,
         step: Step[In, Out],
         inputs: Iterable[In],
-        options: EnqueueManyOptions,
+        options: Mapping[str, Any],
         tx: AsyncTx | None = None,
         /,
     ) -> list[StepHandle[Out]]:
@@ -426,12 +432,15 @@ class Client(_ClientBase):
         if not batch.inputs:
             return []
         if tx is not None:
-            ids = (await drive(tx, store.store(self._statements, batch, notify=True))).ids
+            stored = await drive(tx, store.store(self._statements, batch, notify=True))
         else:
-            ids = await self._run(store.enqueue(self._statements, batch, quiet=self._quiet))
+            stored = await self._run(store.enqueue(self._statements, batch, quiet=self._quiet))
             if self._hook is not None:
-                self._tell_enqueued(self._hook, batch, ids)
-        return [StepHandle(self._run, self._statements, step, RunID(run_id), self._hook) for run_id in ids]
+                self._tell_enqueued(self._hook, batch, stored)
+        return [
+            StepHandle(self._run, self._statements, step, RunID(run_id), self._hook, new)
+            for run_id, new in stored.pairs()
+        ]
 
     async def __cyclone_submit__(
         self, workflow: graph.AnyWorkflow, inputs: Iterable[Any], options: graph.SubmitOptions, tx: Any = None, /
@@ -684,7 +693,7 @@ class SyncClient(_ClientBase):
         self,
         step: Step[In, Out],
         inputs: Iterable[In],
-        options: EnqueueManyOptions,
+        options: Mapping[str, Any],
         tx: SyncTx | None = None,
         /,
     ) -> list[SyncStepHandle[Out]]:
@@ -694,12 +703,15 @@ class SyncClient(_ClientBase):
         if not batch.inputs:
             return []
         if tx is not None:
-            ids = drive_sync(tx, store.store(self._statements, batch, notify=True)).ids
+            stored = drive_sync(tx, store.store(self._statements, batch, notify=True))
         else:
-            ids = self._run(store.enqueue(self._statements, batch, quiet=self._quiet))
+            stored = self._run(store.enqueue(self._statements, batch, quiet=self._quiet))
             if self._hook is not None:
-                self._tell_enqueued(self._hook, batch, ids)
-        return [SyncStepHandle(self._run, self._statements, step, RunID(run_id), self._hook) for run_id in ids]
+                self._tell_enqueued(self._hook, batch, stored)
+        return [
+            SyncStepHandle(self._run, self._statements, step, RunID(run_id), self._hook, new)
+            for run_id, new in stored.pairs()
+        ]
 
     def __cyclone_submit__(
         self, workflow: graph.AnyWorkflow, inputs: Iterable[Any], options: graph.SubmitOptions, tx: Any = None, /

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from . import config, db, events
-from .errors import InvalidStateError, NotFoundError
+from .errors import DuplicateError, InvalidStateError, NotFoundError
 from .model import Event
 from .plan import Mark, Plan, Run
 from .states import RunState, StepState
@@ -166,6 +166,8 @@ def reopen(
 def _reopen_steps(
     statements: db.Statements, ids: Sequence[int], asked: Request, notify: bool, now: datetime | None
 ) -> Plan[Reopened]:
+    for holder, kind, key in (yield Run(statements["taken_keys"], {"ids": ids})):
+        raise DuplicateError(holder, kind, key)
     rows = yield Run(
         statements["reopen_steps"],
         {

@@ -39,11 +39,15 @@ class SyncRunner(Protocol):
 
 
 class HandleBase(Generic[Out]):
-    __slots__ = ("_hook", "_statements", "_step", "run_id")
+    __slots__ = ("_hook", "_statements", "_step", "created", "run_id")
 
-    def __init__(self, statements: db.Statements, step: Step[Any, Out], run_id: RunID, hook: Hook | None) -> None:
+    def __init__(
+        self, statements: db.Statements, step: Step[Any, Out], run_id: RunID, hook: Hook | None, created: bool
+    ) -> None:
         self.run_id = run_id
         """The id of the run that the step is."""
+        self.created = created
+        """Whether this call enqueued it; False: it is the active step that has the unique key."""
         self._statements = statements
         self._step = step
         self._hook = hook
@@ -94,8 +98,9 @@ class StepHandle(HandleBase[Out]):
         step: Step[Any, Out],
         run_id: RunID,
         hook: Hook | None = None,
+        created: bool = True,
     ) -> None:
-        super().__init__(statements, step, run_id, hook)
+        super().__init__(statements, step, run_id, hook, created)
         self._run = run
 
     async def state(self) -> StepState:
@@ -150,8 +155,9 @@ class SyncStepHandle(HandleBase[Out]):
         step: Step[Any, Out],
         run_id: RunID,
         hook: Hook | None = None,
+        created: bool = True,
     ) -> None:
-        super().__init__(statements, step, run_id, hook)
+        super().__init__(statements, step, run_id, hook, created)
         self._run = run
 
     def state(self) -> StepState:

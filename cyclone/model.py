@@ -133,6 +133,7 @@ class StepInfo(msgspec.Struct, frozen=True, kw_only=True):
     tags: Sequence[str]
     metadata: Any
     fate: str | None
+    unique_key: str | None
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -89,8 +89,23 @@ class StepOptions(CommonOptions, total=False):
     None: without limit)."""
 
 
-class EnqueueOptions(CallOptions, total=False):
-    """Options of one enqueue."""
+OnDuplicate = Literal["raise", "return"]
+
+
+class Unique(msgspec.Struct, frozen=True):
+    """A unique key of an enqueue, and what happens if an active step of the same kind has it.
+
+    `key` has 1 to 256 bytes; for `enqueue_many` it is a function that makes the key of an input. `on_duplicate="raise"` (the
+    default) raises DuplicateError, and nothing is enqueued; `"return"` gives the handle of the step that has the key, with
+    `created` false. A step has its key until it has ended.
+    """
+
+    key: str | Callable[[Any], str]
+    on_duplicate: OnDuplicate = "raise"
+
+
+class EnqueueBase(CallOptions, total=False):
+    """Options of any enqueue."""
 
     delay: Delay | None
     """How long to wait before it becomes available, by the database's clock."""
@@ -100,8 +115,19 @@ class EnqueueOptions(CallOptions, total=False):
     """How long to keep it after it has ended, in place of what the retention says."""
 
 
-class EnqueueManyOptions(EnqueueOptions, total=False):
+class EnqueueOptions(EnqueueBase, total=False):
+    """Options of one enqueue."""
+
+    unique: str | Unique | None
+    """A key that only one active step of this kind may have; as text it stands for `Unique(key)`."""
+
+
+class EnqueueManyOptions(EnqueueBase, total=False):
     """Options of one enqueue of many."""
+
+    unique: Callable[[Any], str] | Unique | None
+    """What makes the unique key of each input; a function stands for `Unique(function)`. With `on_duplicate="return"` the
+    handles tell by `created` which steps are new. Two equal keys in one call keep the first."""
 
     method: Literal["auto", "insert", "copy"]
     """How the rows travel: one statement, or COPY; "auto" (the default) takes COPY above 1,000 inputs. The rows are the
@@ -137,7 +163,7 @@ class AsyncSubmitter(Protocol):
         self,
         step: Step[In, Out],
         inputs: Iterable[In],
-        options: EnqueueManyOptions,
+        options: Any,
         tx: AsyncTx | None = None,
         /,
     ) -> Awaitable[list[StepHandle[Out]]]: ...
@@ -150,7 +176,7 @@ class SyncSubmitter(Protocol):
         self,
         step: Step[In, Out],
         inputs: Iterable[In],
-        options: EnqueueManyOptions,
+        options: Any,
         tx: SyncTx | None = None,
         /,
     ) -> list[SyncStepHandle[Out]]: ...
@@ -544,7 +570,7 @@ async def _first(handles: Awaitable[Any]) -> Any:
 
 _CALL_OPTIONS = frozenset(CallOptions.__annotations__)
 _STEP_OPTIONS = frozenset(StepOptions.__annotations__)
-ENQUEUE_OPTIONS = frozenset(EnqueueManyOptions.__annotations__) - {"method"}
+ENQUEUE_OPTIONS = frozenset(EnqueueOptions.__annotations__)
 _LEAST_MEMORY = 64 << 20
 _METADATA: codec.Codec[Any] = codec.Codec(dict[str, Any])
 

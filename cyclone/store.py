@@ -9,17 +9,18 @@ statement's single round trip is worth more than that, as the server is mostly n
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import psycopg
 
 from . import codec, config, db, graph, registry
 from . import wake as wake_ups
-from .errors import InvalidInputError, InvalidOptionError, SubmitConflictError
+from .errors import DuplicateError, InvalidInputError, InvalidOptionError, SubmitConflictError
 from .plan import Copy, Mark, Plan, Run
 
 log = logging.getLogger("cyclone")
@@ -40,19 +41,29 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     scheduled_at: datetime | None
     keep_for_s: float | None
     copy: bool
+    keys: Sequence[str] | None = None
+    strict: bool = True
+    """Whether a duplicate of a key is an error."""
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """The ids of what was stored, in the order of the inputs, and whether `wake` should follow the commit."""
+    """The ids of what was stored, in the order of the inputs, and whether `wake` should follow the commit. `created` says
+    which are new; None: all.
+    """
 
     ids: Sequence[str]
     asleep: bool
+    created: Sequence[bool] | None = None
+
+    def pairs(self) -> Iterator[tuple[str, bool]]:
+        """Each id with whether it is new."""
+        return zip(self.ids, self.created or itertools.repeat(True), strict=False)
 
 
 def prepare(
     step: registry.Step[Any, Any],
     inputs: Iterable[Any],
-    options: registry.EnqueueManyOptions,
+    options: Mapping[str, Any],
     *,
     max_input_bytes: int,
     in_tx: bool = False,
@@ -65,24 +76,50 @@ def prepare(
     keep_for = options.get("keep_for")
     if delay is not None and at is not None:
         raise InvalidOptionError("delay and scheduled_at exclude each other")
+    keys: list[str] | None = None
+    unique = options.get("unique")
+    strict = True
+    if unique is not None:
+        inputs = list(inputs)
+        keys, strict = _keys(unique, inputs)
     encoded = _encoded(f"step {step.name!r}", step.input_codec, inputs, max_input_bytes)
     return Batch(
+        keys=keys,
+        strict=strict,
         kind=step.name,
         settings=settings,
         inputs=encoded,
         delay_s=None if delay is None else config.seconds("delay", delay, zero=True),
         scheduled_at=None if at is None else config.instant("scheduled_at", at),
         keep_for_s=None if keep_for is None else config.seconds("keep_for", keep_for),
-        copy=_copies(options.get("method", "auto"), len(encoded), in_tx),
+        copy=_copies(options.get("method", "auto"), len(encoded), in_tx, keys is not None),
     )
 
 
-def _copies(method: object, count: int, in_tx: bool) -> bool:
+def _keys(unique: object, inputs: Sequence[Any]) -> tuple[list[str], bool]:
+    """The key of each input, and whether a duplicate is an error."""
+    found = unique if isinstance(unique, registry.Unique) else registry.Unique(cast("Any", unique))
+    if found.on_duplicate not in ("raise", "return"):
+        raise InvalidOptionError(f"on_duplicate must be 'raise' or 'return', not {found.on_duplicate!r}")
+    key = found.key
+    if callable(key):
+        keys = [key(value) for value in inputs]
+    elif len(inputs) == 1:
+        keys = [key]
+    else:
+        config.key("unique", key)
+        raise InvalidOptionError("unique must be a function that makes the key of each input, as there are many")
+    return [config.key("unique", one) for one in keys], found.on_duplicate == "raise"
+
+
+def _copies(method: object, count: int, in_tx: bool, keyed: bool) -> bool:
     if method not in ("auto", "insert", "copy"):
         raise InvalidOptionError(f"method must be 'auto', 'insert' or 'copy', not {method!r}")
     if method == "copy" and in_tx:
         raise InvalidOptionError("method='copy' is not available in the caller's transaction")
-    return not in_tx and (method == "copy" or (method == "auto" and count > _COPY_FROM))
+    if method == "copy" and keyed:
+        raise InvalidOptionError("method='copy' is not available with unique keys, which are looked up one by one")
+    return not in_tx and not keyed and (method == "copy" or (method == "auto" and count > _COPY_FROM))
 
 
 def _encoded(what: str, way: codec.Codec[Any], inputs: Iterable[Any], max_bytes: int) -> list[bytes]:
@@ -105,8 +142,8 @@ def _encoded(what: str, way: codec.Codec[Any], inputs: Iterable[Any], max_bytes:
 
 def enqueue(
     statements: db.Statements, batch: Batch, *, quiet: wake_ups.Quiet | None = None, now: datetime | None = None
-) -> Plan[Sequence[str]]:
-    """Stores a batch and commits; then notifies those who sleep. Returns the ids in the order of the inputs."""
+) -> Plan[Stored]:
+    """Stores a batch and commits; then notifies those who sleep."""
     if batch.copy:
         yield Mark.BEGIN
         stored = yield from _store_by_copy(statements, batch, now)
@@ -115,7 +152,7 @@ def enqueue(
     yield Mark.COMMIT
     if stored.asleep and (quiet is None or quiet.broken()):
         yield from wake(statements, now=now)
-    return stored.ids
+    return stored
 
 
 def wake(statements: db.Statements, *, now: datetime | None = None) -> Plan[None]:
@@ -127,24 +164,34 @@ def wake(statements: db.Statements, *, now: datetime | None = None) -> Plan[None
 
 
 def store(statements: db.Statements, batch: Batch, *, notify: bool, now: datetime | None = None) -> Plan[Stored]:
-    """Stores a batch by one statement, in whatever transaction is open; with `notify` it notifies too."""
-    (row,) = yield Run(
-        statements["enqueue_steps"],
-        {
-            **_columns(batch),
-            "kind": batch.kind,
-            "queue": batch.settings.queue,
-            "priority": batch.settings.priority,
-            "rank": _rank(batch),
-            "version": batch.settings.version,
-            "max_attempts": batch.settings.max_attempts,
-            "inputs": [data.decode() for data in batch.inputs],
-            "channel": statements.channel,
-            "notify": notify,
-            "now": now,
-        },
-    )
-    return Stored(row[0].split(","), bool(row[1]) and not notify)
+    """Stores a batch by one statement, in whatever transaction is open; with `notify` it notifies too. Raises
+    DuplicateError when a unique key is taken, and then nothing is stored; the transaction can go on.
+    """
+    params = {
+        **_columns(batch),
+        "kind": batch.kind,
+        "queue": batch.settings.queue,
+        "priority": batch.settings.priority,
+        "rank": _rank(batch),
+        "version": batch.settings.version,
+        "max_attempts": batch.settings.max_attempts,
+        "inputs": [data.decode() for data in batch.inputs],
+        "channel": statements.channel,
+        "notify": notify,
+        "now": now,
+    }
+    if batch.keys is None:
+        (row,) = yield Run(statements["enqueue_steps"], params)
+        return Stored(row[0].split(","), bool(row[1]) and not notify)
+    rows = yield Run(statements["enqueue_unique"], {**params, "keys": list(batch.keys), "strict": batch.strict})
+    created = [bool(row[1]) for row in rows]
+    if batch.strict:
+        seen: set[str] = set()
+        for key, (run_id, new, _) in zip(batch.keys, rows, strict=True):
+            if not new and run_id is not None and key not in seen:
+                raise DuplicateError(run_id, batch.kind, key)
+            seen.add(key)
+    return Stored([row[0] for row in rows], bool(rows[0][2]) and not notify, created)
 
 
 def _store_by_copy(statements: db.Statements, batch: Batch, now: datetime | None) -> Plan[Stored]:

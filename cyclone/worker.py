@@ -52,7 +52,8 @@ log = logging.getLogger("cyclone")
 
 EX_STALLED = 75
 _BEAT_S = 0.5
-_RECONCILE_S, _RECONCILE_IDLE_S = 5.0, 30.0
+_RECONCILE_S = 5.0
+_CALM_S = 60.0  # so long after a connection was made nothing of an earlier one is still on its way
 _CLAIM_MOST = 1000
 _SETTLE_BATCH = 500
 _MAX_INPUT_BYTES = 1 << 20  # of what handlers enqueue; a client has its own limit
@@ -229,13 +230,13 @@ class Worker:
 
         async def enqueue(conn: Any, step: Any, inputs: Any, given: Any) -> list[Any]:
             batch = store.prepare(step, inputs, given, max_input_bytes=_MAX_INPUT_BYTES, in_tx=True)
-            ids = (await drive(conn, store.store(sql, batch, notify=True))).ids if batch.inputs else ()
-            return [handles.StepHandle(records.run, sql, step, RunID(run_id), None) for run_id in ids]
+            found = (await drive(conn, store.store(sql, batch, notify=True))).pairs() if batch.inputs else ()
+            return [handles.StepHandle(records.run, sql, step, RunID(run), None, new) for run, new in found]
 
         def enqueue_sync(conn: Any, step: Any, inputs: Any, given: Any) -> list[Any]:
             batch = store.prepare(step, inputs, given, max_input_bytes=_MAX_INPUT_BYTES, in_tx=True)
-            ids = drive_sync(conn, store.store(sql, batch, notify=True)).ids if batch.inputs else ()
-            return [handles.SyncStepHandle(sync_records.run, sql, step, RunID(run_id), None) for run_id in ids]
+            found = drive_sync(conn, store.store(sql, batch, notify=True)).pairs() if batch.inputs else ()
+            return [handles.SyncStepHandle(sync_records.run, sql, step, RunID(run), None, new) for run, new in found]
 
         async def store_runs(batch: store.Runs, conn: Any) -> list[store.Submitted]:
             return (await drive(conn, store.store_runs(sql, batch, notify=True)))[0]
@@ -411,17 +412,18 @@ class Worker:
         """
         conn: psycopg.AsyncConnection[tuple[Any, ...]] | None = None
         pause = 0.1
-        reconciled = time.monotonic()
+        reconciled = connected = time.monotonic()
         await self._began.wait()
         try:
             while not self._stopping.is_set():
                 try:
                     if conn is None:
                         conn = await db.connect(self._dsn, application_name="cyclone claim", pooler=self._pooler)
+                        connected = time.monotonic()
                         await self._reconcile(conn)
                         self._page.state = State.READY
                         self.ready.set()
-                    if time.monotonic() - reconciled > (_RECONCILE_S if self._open_claims else _RECONCILE_IDLE_S):
+                    if time.monotonic() - reconciled > self._reconcile_s(connected):
                         reconciled = time.monotonic()
                         await self._reconcile(conn)
                         if self._pipe is None and not self._alone_now:
@@ -494,6 +496,13 @@ class Worker:
         """In a pool the sweeper polls for all; a worker's own poll is only for the case that nobody does."""
         spread = random.uniform(0.8, 1.2)
         return self.options.poll_interval_s * spread * (10.0 if self._pipe is not None else 1.0)
+
+    def _reconcile_s(self, connected: float) -> float:
+        """How often to compare claims with the database. Rarely in a pool that is idle: there may be many workers, and a
+        sweeper looks after isolated steps.
+        """
+        calm = self._pipe is not None and not self._open_claims and time.monotonic() - connected > _CALM_S
+        return _RECONCILE_S * (6.0 if calm else 1.0)
 
     async def _reconcile(self, conn: psycopg.AsyncConnection[tuple[Any, ...]]) -> None:
         """Gives back claims under our life that we do not hold: their replies were lost, or outcomes of theirs were

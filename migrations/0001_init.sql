@@ -133,6 +133,11 @@ CREATE TABLE {schema}.cyclone_steps (
     tags          text[],
     metadata      jsonb,
     keep_for      interval,
+    unique_key    text COLLATE "C",
+    -- The key is taken while the step is active. Generated, so that no transition can forget to free it; null without a key,
+    -- so that claim and settle of all other steps do not touch the index.
+    key_held      boolean GENERATED ALWAYS AS (
+                      CASE WHEN unique_key IS NOT NULL THEN state NOT IN ('completed', 'discarded', 'cancelled') END) STORED,
     CONSTRAINT cyclone_steps_run_node UNIQUE (run_id, node),
     CONSTRAINT cyclone_steps_finished CHECK ((state IN ('completed', 'discarded', 'cancelled')) = (finished_at IS NOT NULL)),
     CONSTRAINT cyclone_steps_due CHECK ((state = 'scheduled') = (due_at IS NOT NULL)),
@@ -141,6 +146,7 @@ CREATE TABLE {schema}.cyclone_steps (
 ) WITH (fillfactor = 45, autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_insert_scale_factor = 0.2);
 -- Only delays, backoff and snoozes set due_at, so claim and completion stay HOT.
 CREATE INDEX cyclone_steps_due_at ON {schema}.cyclone_steps (due_at) WHERE due_at IS NOT NULL;
+CREATE UNIQUE INDEX cyclone_steps_unique_key ON {schema}.cyclone_steps (kind, unique_key) WHERE key_held;
 CREATE INDEX cyclone_steps_map_step ON {schema}.cyclone_steps (map_step, id) WHERE map_step IS NOT NULL;
 
 -- Every failure of a step, also those that a later attempt made good.
@@ -347,4 +353,87 @@ BEGIN
             PERFORM pg_notify(channel, '');
         END IF;
     END IF;
+END $cyclone$;
+
+-- As cyclone_store, for steps with unique keys: a key is held by one active step of its kind. One row for each input, in their
+-- order: the step that has the key, and whether it is new. Two equal keys in one call keep the first.
+--
+-- The insert waits for whoever has taken or freed the key without having committed. When it inserts nothing, the next
+-- statement reads with a fresh snapshot, and when that finds nobody the holder has ended in between: again. With `strict`
+-- one duplicate undoes the others; that is done by an error that goes no further than the block, so that a caller's
+-- transaction goes on. Keys are taken in their order, so that two such calls do not wait for each other.
+CREATE FUNCTION {schema}.cyclone_store_unique(
+    new_kind text, new_queue text, new_priority smallint, new_rank smallint, new_version integer, new_max_attempts integer,
+    new_timeout_s float8, inputs text[], keys text[], strict boolean, new_tags text[], new_metadata jsonb,
+    keep_for_s float8, scheduled_at timestamptz, delay_s float8, channel text, notify boolean, test_now timestamptz
+) RETURNS TABLE (step text, created integer, asleep integer) LANGUAGE plpgsql AS $cyclone$
+DECLARE
+    at timestamptz := coalesce(test_now, now());
+    due timestamptz := coalesce(scheduled_at, at + delay_s * interval '1 second');
+    ids bigint[] := array_fill(NULL::bigint, ARRAY[cardinality(keys)]);
+    news boolean[] := array_fill(false, ARRAY[cardinality(keys)]);
+    one record;
+    before text;
+    held bigint;
+    taken boolean := false;
+    sleeping boolean := false;
+    moment timestamptz;
+BEGIN
+    IF due <= at THEN
+        due := NULL;
+    END IF;
+    BEGIN
+        FOR one IN SELECT k.key, k.n FROM unnest(keys) WITH ORDINALITY AS k(key, n) ORDER BY k.key COLLATE "C", k.n LOOP
+            IF one.key = before THEN  -- what stands before it has decided
+                ids[one.n] := held;
+                CONTINUE;
+            END IF;
+            before := one.key;
+            LOOP
+                held := nextval('{schema}.cyclone_ids');
+                INSERT INTO {schema}.cyclone_steps (
+                    id, run_id, ord, enqueued_at, ready_at, due_at, state, node, kind, queue, priority, version, max_attempts,
+                    timeout_s, input, tags, metadata, keep_for, unique_key)
+                VALUES (held, held, CASE WHEN due IS NULL THEN held END, at, CASE WHEN due IS NULL THEN at END, due,
+                        CASE WHEN due IS NULL THEN 'available' ELSE 'scheduled' END, new_kind, new_kind, new_queue,
+                        new_priority, new_version, new_max_attempts, new_timeout_s, inputs[one.n]::jsonb, new_tags,
+                        new_metadata, keep_for_s * interval '1 second', one.key)
+                ON CONFLICT (kind, unique_key) WHERE key_held DO NOTHING;
+                IF FOUND THEN
+                    news[one.n] := true;
+                    IF due IS NULL THEN
+                        INSERT INTO {schema}.cyclone_ready (lane, rank, ord, step) VALUES (new_queue, new_rank, held, held);
+                    END IF;
+                    EXIT;
+                END IF;
+                SELECT s.id INTO held FROM {schema}.cyclone_steps s
+                WHERE s.kind = new_kind AND s.unique_key = one.key AND s.key_held;
+                IF FOUND THEN
+                    taken := true;
+                    EXIT;
+                END IF;
+            END LOOP;
+            ids[one.n] := held;
+        END LOOP;
+        IF strict AND taken AND true = ANY (news) THEN
+            RAISE EXCEPTION USING ERRCODE = 'CY004', MESSAGE = 'a unique key is taken';
+        END IF;
+    EXCEPTION WHEN SQLSTATE 'CY004' THEN
+        FOR i IN 1 .. cardinality(keys) LOOP  -- only the duplicates are told; what was new has never been
+            IF news[i] THEN
+                ids[i] := NULL;
+                news[i] := false;
+            END IF;
+        END LOOP;
+    END;
+    IF due IS NULL AND true = ANY (news) THEN
+        moment := coalesce(test_now, clock_timestamp());
+        sleeping := EXISTS (SELECT FROM {schema}.cyclone_sleepers z
+                            WHERE z.until > moment AND z.notified_at < moment - interval '10 milliseconds');
+        IF sleeping AND notify THEN
+            PERFORM pg_notify(channel, '');
+        END IF;
+    END IF;
+    RETURN QUERY SELECT i.id::text, news[i.n]::integer, sleeping::integer
+                 FROM unnest(ids) WITH ORDINALITY AS i(id, n) ORDER BY i.n;
 END $cyclone$;

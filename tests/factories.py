@@ -91,6 +91,8 @@ def step(
                 found |= {"claim": held, "attempts": 1, "ready_at": "now", "started_at": "now"}
             case "completed" | "discarded" | "cancelled":
                 found |= {"finished_at": "now", "attempts": 1}
+        if columns.get("run_id", number) != number:  # a node of a run, with nothing behind it
+            found |= {"policy": 0, "accept_skipped": False, "contained": False, "sink": True}
         found |= columns
         _insert(conn, "cyclone_steps", id=number, **found)
         if state == "available":

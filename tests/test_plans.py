@@ -204,14 +204,14 @@ def test_timers_are_found_by_their_due_time(conn: Conn, session: Conn, mode: str
     nodes = explain(session, "fire_due", mode, batch=1000, now=None)
     assert "cyclone_steps_due_at" in indexes(nodes, "cyclone_steps"), nodes
     reads_little(nodes, ROOM)
-    nodes = explain(session, "next_due", mode, now=None)
+    nodes = explain(session, "look_around", mode, now=None)
     reads_little(nodes, ROOM)
 
 
 @both_modes
 def test_a_poll_for_work_reads_one_ticket(conn: Conn, session: Conn, mode: str) -> None:
     prepare(conn, False)
-    reads_little(explain(session, "some_ready", mode), 1)
+    reads_little(explain(session, "look_around", mode, now=None), 1)
 
 
 async def test_draining_five_thousand_steps_stays_on_their_pages(dsn: str, conn: Conn) -> None:

@@ -102,6 +102,12 @@ WITH found AS MATERIALIZED (
 )
 SELECT array(SELECT id FROM found ORDER BY id), EXISTS (SELECT FROM {schema}.cyclone_steps WHERE run_id = %(run_id)s) AS known;
 
+-- name: taken_keys
+-- Who has the unique keys of steps that are to be reopened.
+SELECT o.id::text, s.kind, s.unique_key FROM {schema}.cyclone_steps s
+JOIN {schema}.cyclone_steps o ON o.kind = s.kind AND o.unique_key = s.unique_key AND o.key_held AND o.id <> s.id
+WHERE s.id = ANY(%(ids)s::bigint[]) AND s.unique_key IS NOT NULL ORDER BY s.id;
+
 -- name: reopen_steps
 -- Makes locked, discarded steps available again: the same rows under new tickets. The execution that discarded a step counts
 -- as a failed one, so the next claim takes the next number, and so many more are allowed. Deaths and snoozes are counted anew

@@ -6,6 +6,13 @@ SELECT ids, asleep::integer FROM {schema}.cyclone_store(
     %(keep_for_s)s::float8, %(scheduled_at)s::timestamptz, %(delay_s)s::float8, %(channel)s::text, %(notify)s::boolean,
     %(now)s::timestamptz);
 
+-- name: enqueue_unique
+SELECT step, created, asleep FROM {schema}.cyclone_store_unique(
+    %(kind)s::text, %(queue)s::text, %(priority)s::smallint, %(rank)s::smallint, %(version)s::integer,
+    %(max_attempts)s::integer, %(timeout_s)s::float8, %(inputs)s::text[], %(keys)s::text[], %(strict)s::boolean,
+    %(tags)s::text[], %(metadata)s::jsonb, %(keep_for_s)s::float8, %(scheduled_at)s::timestamptz, %(delay_s)s::float8,
+    %(channel)s::text, %(notify)s::boolean, %(now)s::timestamptz);
+
 -- name: wake_sleepers
 -- After the commit of a submission on a connection of the engine's own. Whoever comes at the same moment skips the locked
 -- rows, so one of many notifies. Nothing here needs to be durable; the setting ends with this statement.

@@ -10,7 +10,7 @@ SELECT s.run_id::text, s.node, s.kind, s.version, s.queue, s.priority, s.state, 
        (SELECT json_agg(json_build_object('attempt', e.attempt, 'at', e.at, 'kind', e.kind, 'message', e.message,
                                           'traceback', e.traceback) ORDER BY e.id)
         FROM {schema}.cyclone_errors e WHERE e.step = s.id)::text,
-       s.last_crash, s.timeout_s, s.enqueued_at, s.ready_at, s.started_at, s.finished_at, s.due_at, s.tags, s.metadata::text, s.fate
+       s.last_crash, s.timeout_s, s.enqueued_at, s.ready_at, s.started_at, s.finished_at, s.due_at, s.tags, s.metadata::text, s.fate, s.unique_key
 FROM {schema}.cyclone_steps s
 WHERE s.run_id = %(run_id)s AND (%(node)s::text IS NULL OR s.node = %(node)s)
 ORDER BY s.id;

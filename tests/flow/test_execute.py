@@ -755,7 +755,7 @@ async def test_a_step_that_is_cancelled_while_its_worker_keeps_it_for_later_is_n
         # Held by the worker, as a batch is, behind the step that runs.
         waiting = factories.step(conn, "one", "running", life=worker._keeper.life)
         async with factories.engine(dsn) as own:
-            worker._take([await _claimed(own, waiting)])
+            await worker._take(own, worker._keeper.life, [await _claimed(own, waiting)])
         factories.cancel(conn, waiting)
         await until(lambda: not factories.count(conn, "cyclone_orders"), 3)
         await asyncio.sleep(0)
@@ -771,7 +771,8 @@ async def _claimed(conn: factories.AsyncConn, made: factories.Made) -> Any:
 
     cur = await conn.execute(
         "SELECT claim, id, run_id, node, kind, version, queue, input, attempts, max_attempts, reclaims, snoozes,"
-        " timeout_s, resume, tags, metadata, enqueued_at, 0.0::float8 FROM cyclone_steps WHERE id = %s",
+        " timeout_s, resume, tags, metadata, enqueued_at, graph, pos, sink, deadline_at, 0.0::float8"
+        " FROM cyclone_steps WHERE id = %s",
         (made.id,),
     )
     row = await cur.fetchone()

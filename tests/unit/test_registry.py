@@ -328,7 +328,7 @@ def test_load_names_what_failed(package: Path, target: str, source: str, text: s
 def test_public_names() -> None:
     for name in cyclone.__all__:
         assert getattr(cyclone, name) is not None
-    assert not hasattr(cyclone, "workflow")
+    assert not hasattr(cyclone, "schedule")
     assert len(cyclone.__all__) == len(set(cyclone.__all__))
 
 
