@@ -20,7 +20,7 @@ import psycopg_pool
 from psycopg import conninfo
 from psycopg.rows import tuple_row
 
-from . import config, control, db, graph, handles, migrate, runs, store, views, wake
+from . import caller, config, control, db, graph, handles, migrate, runs, store, views, wake
 from .errors import (
     CycloneError,
     InvalidOptionError,
@@ -28,7 +28,7 @@ from .errors import (
 from .events import Hook, OnStepEvent, seen, seen_run
 from .handles import StepHandle, SyncStepHandle
 from .model import Cursor, Event, Page, RunID, RunInfo, StepInfo
-from .plan import Plan, check_tx, drive, drive_sync
+from .plan import Plan, drive, drive_sync
 from .registry import AsyncTx, Step, SyncTx
 from .states import EventKind, RunState
 
@@ -265,8 +265,8 @@ class Client(_ClientBase):
         more than 1,000 open nodes the rest is ended by a sweeper after the commit.
         """
         asked = control.request(actor=actor, reason=reason)
-        check_tx(tx, psycopg.AsyncConnection, "Client")
-        return await drive(tx, control.cancel_run(self._statements, views.run_number(run_id), asked)) is not None
+        conn = await caller.connection(tx, "Client")
+        return await drive(conn, control.cancel_run(self._statements, views.run_number(run_id), asked)) is not None
 
     async def get_step(self, run_id: str, node: str) -> StepInfo:
         """One step as it is stored. Raises NotFoundError if none is visible."""
@@ -351,8 +351,8 @@ class Client(_ClientBase):
         step stays locked until it ends. After an error of Cyclone's own the transaction goes on.
         """
         asked = control.request(actor=actor, reason=reason, additional_attempts=additional_attempts, deadline=deadline)
-        check_tx(tx, psycopg.AsyncConnection, "Client")
-        await drive(tx, _reopen_in(self._statements, run_id, node, asked))
+        conn = await caller.connection(tx, "Client")
+        await drive(conn, _reopen_in(self._statements, run_id, node, asked))
 
     async def retry_all_tx(
         self,
@@ -366,8 +366,8 @@ class Client(_ClientBase):
     ) -> int:
         """As `retry_all`, in the caller's transaction, as `retry_tx`."""
         asked = control.request(actor=actor, reason=reason, additional_attempts=additional_attempts, deadline=deadline)
-        check_tx(tx, psycopg.AsyncConnection, "Client")
-        return await drive(tx, _reopen_in(self._statements, run_id, None, asked))
+        conn = await caller.connection(tx, "Client")
+        return await drive(conn, _reopen_in(self._statements, run_id, None, asked))
 
     def events(
         self,
@@ -427,12 +427,11 @@ class Client(_ClientBase):
         /,
     ) -> list[StepHandle[Out]]:
         batch = self._prepared(step, inputs, options, in_tx=tx is not None)
-        if tx is not None:
-            check_tx(tx, psycopg.AsyncConnection, "Client")
+        conn = None if tx is None else await caller.connection(tx, "Client")
         if not batch.inputs:
             return []
-        if tx is not None:
-            stored = await drive(tx, store.store(self._statements, batch, notify=True))
+        if conn is not None:
+            stored = await drive(conn, store.store(self._statements, batch, notify=True))
         else:
             stored = await self._run(store.enqueue(self._statements, batch, quiet=self._quiet))
             if self._hook is not None:
@@ -466,8 +465,8 @@ class Client(_ClientBase):
 
     async def _store_runs(self, batch: store.Runs, tx: Any) -> list[store.Submitted]:
         if tx is not None:
-            check_tx(tx, psycopg.AsyncConnection, "Client")
-            return (await drive(tx, store.store_runs(self._statements, batch, notify=True)))[0]
+            conn = await caller.connection(tx, "Client")
+            return (await drive(conn, store.store_runs(self._statements, batch, notify=True)))[0]
         found = await self._run(store.submit(self._statements, batch, quiet=self._quiet))
         if self._hook is not None:
             self._tell_submitted(self._hook, batch, found)
@@ -582,8 +581,8 @@ class SyncClient(_ClientBase):
     def cancel_tx(self, tx: SyncTx, run_id: str, *, reason: str | None = None, actor: str | None = None) -> bool:
         """As Client.cancel_tx."""
         asked = control.request(actor=actor, reason=reason)
-        check_tx(tx, psycopg.Connection, "SyncClient")
-        return drive_sync(tx, control.cancel_run(self._statements, views.run_number(run_id), asked)) is not None
+        conn = caller.connection_sync(tx, "SyncClient")
+        return drive_sync(conn, control.cancel_run(self._statements, views.run_number(run_id), asked)) is not None
 
     def get_step(self, run_id: str, node: str) -> StepInfo:
         """As Client.get_step."""
@@ -638,8 +637,8 @@ class SyncClient(_ClientBase):
     ) -> None:
         """As Client.retry_tx."""
         asked = control.request(actor=actor, reason=reason, additional_attempts=additional_attempts, deadline=deadline)
-        check_tx(tx, psycopg.Connection, "SyncClient")
-        drive_sync(tx, _reopen_in(self._statements, run_id, node, asked))
+        conn = caller.connection_sync(tx, "SyncClient")
+        drive_sync(conn, _reopen_in(self._statements, run_id, node, asked))
 
     def retry_all_tx(
         self,
@@ -653,8 +652,8 @@ class SyncClient(_ClientBase):
     ) -> int:
         """As Client.retry_all_tx."""
         asked = control.request(actor=actor, reason=reason, additional_attempts=additional_attempts, deadline=deadline)
-        check_tx(tx, psycopg.Connection, "SyncClient")
-        return drive_sync(tx, _reopen_in(self._statements, run_id, None, asked))
+        conn = caller.connection_sync(tx, "SyncClient")
+        return drive_sync(conn, _reopen_in(self._statements, run_id, None, asked))
 
     def events(
         self,
@@ -698,12 +697,11 @@ class SyncClient(_ClientBase):
         /,
     ) -> list[SyncStepHandle[Out]]:
         batch = self._prepared(step, inputs, options, in_tx=tx is not None)
-        if tx is not None:
-            check_tx(tx, psycopg.Connection, "SyncClient")
+        conn = None if tx is None else caller.connection_sync(tx, "SyncClient")
         if not batch.inputs:
             return []
-        if tx is not None:
-            stored = drive_sync(tx, store.store(self._statements, batch, notify=True))
+        if conn is not None:
+            stored = drive_sync(conn, store.store(self._statements, batch, notify=True))
         else:
             stored = self._run(store.enqueue(self._statements, batch, quiet=self._quiet))
             if self._hook is not None:
@@ -737,8 +735,8 @@ class SyncClient(_ClientBase):
 
     def _store_runs(self, batch: store.Runs, tx: Any) -> list[store.Submitted]:
         if tx is not None:
-            check_tx(tx, psycopg.Connection, "SyncClient")
-            return drive_sync(tx, store.store_runs(self._statements, batch, notify=True))[0]
+            conn = caller.connection_sync(tx, "SyncClient")
+            return drive_sync(conn, store.store_runs(self._statements, batch, notify=True))[0]
         found = self._run(store.submit(self._statements, batch, quiet=self._quiet))
         if self._hook is not None:
             self._tell_submitted(self._hook, batch, found)

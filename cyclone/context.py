@@ -12,12 +12,12 @@ from datetime import datetime
 from typing import Any, TypeVar, cast
 
 import msgspec
-import psycopg
 
-from . import codec, completion, db, records
+from . import caller, codec, completion, db, records
 from .errors import Cancelled, CompletionTxError, LeaseLostError, NotFoundError
 from .model import Claimed, RunID, StepError
-from .plan import Plan, Run, check_tx, drive, drive_sync
+from .plan import Plan, Run, drive, drive_sync
+from .registry import AsyncTx, SyncTx
 
 _log = logging.getLogger("cyclone.handler")
 
@@ -331,17 +331,17 @@ class Context(_Shared):
             raise CompletionTxError("nothing can be submitted outside a worker")
         return self._doors
 
-    async def complete_in(self, conn: psycopg.AsyncConnection[Any], output: Any = None) -> None:
+    async def complete_in(self, conn: AsyncTx, output: Any = None) -> None:
         """Completes this step in a transaction of the handler's own, on the worker's database.
 
-        `conn` is a connection in a transaction that the handler commits, after this and before it returns; what it
-        wrote there and the completion exist together or not at all. `output` is the step's output; what the handler
+        `conn` is a connection (of psycopg, SQLAlchemy or Django) in a transaction that the handler commits, after this and
+        before it returns; what it wrote there and the completion exist together or not at all. `output` is the step's output; what the handler
         returns is then ignored. If the transaction is rolled back the attempt has failed, as an ordinary error.
         Raises LeaseLostError when the step is no longer ours (the transaction must then be rolled back), TypeError
         for another kind of connection and TransactionRequiredError for one that is in no transaction.
         """
-        check_tx(conn, psycopg.AsyncConnection, "Context")
-        await drive(conn, self._complete_in(self._store().statements, self._tx is not None, output))
+        own = await caller.connection(conn, "Context")
+        await drive(own, self._complete_in(self._store().statements, self._tx is not None, output))
 
     async def once(self, name: str, fn: Callable[[], Awaitable[T]], *, on_unknown: records.OnUnknown = "call") -> T:
         """Makes an outside call and keeps its answer: a later execution of this step gets the answer and calls no more.
@@ -462,10 +462,10 @@ class SyncContext(_Shared):
             raise CompletionTxError("nothing can be submitted outside a worker")
         return self._doors
 
-    def complete_in(self, conn: psycopg.Connection[Any], output: Any = None) -> None:
+    def complete_in(self, conn: SyncTx, output: Any = None) -> None:
         """As Context.complete_in."""
-        check_tx(conn, psycopg.Connection, "SyncContext")
-        drive_sync(conn, self._complete_in(self._store().statements, self._tx is not None, output))
+        own = caller.connection_sync(conn, "SyncContext")
+        drive_sync(own, self._complete_in(self._store().statements, self._tx is not None, output))
 
     def once(self, name: str, fn: Callable[[], T], *, on_unknown: records.OnUnknown = "call") -> T:
         """As Context.once, blocking."""

@@ -11,10 +11,7 @@ from enum import Enum
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import psycopg
-from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
-
-from .errors import TransactionRequiredError
 
 T = TypeVar("T")
 Rows: TypeAlias = list[tuple[Any, ...]]
@@ -106,18 +103,3 @@ def drive_sync(conn: psycopg.Connection[Any], plan: Plan[T]) -> T:
                 what = plan.send(rows)
     except StopIteration as end:
         return cast("T", end.value)
-
-
-def check_tx(tx: object, kind: type[Any], who: str) -> None:
-    """Refuses what is no connection of this kind, or is in no transaction: TypeError, TransactionRequiredError."""
-    if not isinstance(tx, kind):
-        raise TypeError(
-            f"a {who} takes a psycopg.{kind.__name__} that is in a transaction, not {type(tx).__name__};"
-            " other connections are not accepted"
-        )
-    connection = cast("psycopg.BaseConnection[Any]", tx)
-    # Without autocommit psycopg begins a transaction by itself, and it is the caller's to commit.
-    if connection.autocommit and connection.info.transaction_status == TransactionStatus.IDLE:
-        raise TransactionRequiredError(
-            "the connection is in autocommit and in no transaction; call this inside `conn.transaction()`"
-        )

@@ -21,7 +21,6 @@ from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Protocol, TypedDict, TypeVar, Unpack, cast, overload
 
 import msgspec
-import psycopg
 
 from . import codec, config, retry
 from .errors import InvalidOptionError, InvalidOptionTypeError, TargetError
@@ -38,8 +37,26 @@ RedactFn = Callable[[str], str]
 Executor = Literal["auto", "async", "thread", "process"]
 
 Delay = timedelta | float
-AsyncTx = psycopg.AsyncConnection[Any]
-SyncTx = psycopg.Connection[Any]
+
+
+class AsyncTx(Protocol):
+    """A transaction of async code: a psycopg.AsyncConnection, or SQLAlchemy's AsyncConnection or AsyncSession.
+
+    Which of them an object is, and whether it is in a transaction, is found out when it is used: this names what all of
+    them have, so that neither library is needed for the types.
+    """
+
+    def commit(self) -> Awaitable[None]: ...
+
+    def rollback(self) -> Awaitable[None]: ...
+
+
+class SyncTx(Protocol):
+    """A transaction of sync code: a psycopg.Connection, SQLAlchemy's Connection or Session, or Django's connection."""
+
+    def commit(self) -> None: ...
+
+    def rollback(self) -> None: ...
 
 
 class CallOptions(TypedDict, total=False):

@@ -61,7 +61,8 @@ class Settler:
 
     `connect` gives a fresh connection; `holds_lease` says whether sending still makes sense; `on_settled` is called
     with each outcome that needs no more care, and whether it is certain that its step no longer runs under our claim:
-    it was written or refused, and not dropped. `on_ready` is told how many steps became available by it. `hook` is told
+    it was written or refused, and not dropped. `on_ready` is told how many steps became available by it. `expects` says whether
+    more outcomes may come soon; only then is it worth to linger. `hook` is told
     of what was written. With `pooler` nothing is set on the session; locked steps are then stepped over in every batch.
     """
 
@@ -75,6 +76,7 @@ class Settler:
         holds_lease: Callable[[], bool],
         on_settled: Callable[[Outcome, bool], None],
         on_ready: Callable[[int], None] = lambda made: None,
+        expects: Callable[[], bool] = lambda: True,
         edit: Callable[[str], str] = str,
         hook: events.Hook | None = None,
         pooler: bool = False,
@@ -86,6 +88,7 @@ class Settler:
         self._holds_lease = holds_lease
         self._on_settled = on_settled
         self._on_ready = on_ready
+        self._expects = expects
         self._edit = edit
         self._hook = hook
         self._pooler = pooler
@@ -138,7 +141,8 @@ class Settler:
             while True:
                 await self._news.wait()
                 self._news.clear()
-                if self._linger_s and self._queue and len(self._queue) < self._batch and not self._stopping:
+                few = self._queue and len(self._queue) < self._batch
+                if few and self._linger_s and not self._stopping and self._expects():
                     await asyncio.sleep(self._linger_s)
                 while self._queue or self._closed:
                     queue, size = self._queue, min(len(self._queue), self._batch)

@@ -262,6 +262,7 @@ class Worker:
             holds_lease=lambda: self._keeper.holds,
             on_settled=self._told,
             on_ready=lambda made: self._news.nudge(),
+            expects=lambda: self._running > 0,
             hook=self._hook,
             edit=self._limits.message,
             pooler=self._pooler,
