@@ -14,26 +14,26 @@
 CREATE FUNCTION {schema}.cyclone_register(new_hash text, new_spec jsonb, newest boolean) RETURNS bigint
 LANGUAGE plpgsql AS $cyclone$
 DECLARE
-    found bigint;
+    one bigint;
 BEGIN
     INSERT INTO {schema}.cyclone_graphs (hash, workflow, version, queue, result, sinks, spec)
     SELECT new_hash, new_spec->>'workflow', (new_spec->>'version')::integer, new_spec->>'queue',
            new_spec->'nodes'->(new_spec->>'result')::integer->>'name',
            (SELECT count(*) FROM jsonb_array_elements(new_spec->'nodes') n WHERE (n->>'sink')::boolean), new_spec
-    ON CONFLICT (hash) DO NOTHING RETURNING id INTO found;
-    IF found IS NULL THEN
-        SELECT id INTO found FROM {schema}.cyclone_graphs WHERE hash = new_hash;
+    ON CONFLICT (hash) DO NOTHING RETURNING id INTO one;
+    IF one IS NULL THEN
+        SELECT id INTO one FROM {schema}.cyclone_graphs WHERE hash = new_hash;
         IF newest THEN
             UPDATE {schema}.cyclone_graphs g SET registered_at = clock_timestamp()
-            WHERE g.id = found AND EXISTS (
+            WHERE g.id = one AND EXISTS (
                 SELECT FROM {schema}.cyclone_graphs o WHERE o.workflow = g.workflow AND o.registered_at > g.registered_at);
         END IF;
-        RETURN found;
+        RETURN one;
     END IF;
     INSERT INTO {schema}.cyclone_graph_nodes (
         graph, pos, name, kind, version, max_attempts, timeout_s, queue, priority, default_queue, default_priority, tags,
         metadata, parents, children, map, max_parallel, policy, accept_skipped, contained, sink)
-    SELECT found, n.pos - 1, d.name, d.kind, d.version, d.max_attempts, d.timeout_s, d.queue, d.priority, d.default_queue,
+    SELECT one, n.pos - 1, d.name, d.kind, d.version, d.max_attempts, d.timeout_s, d.queue, d.priority, d.default_queue,
            d.default_priority, d.tags, nullif(d.metadata, 'null'::jsonb), cardinality(d.parents), d.children, d.map,
            d.max_parallel, d.policy, d.accept_skipped, d.contained, d.sink
     FROM jsonb_array_elements(new_spec->'nodes') WITH ORDINALITY AS n(node, pos),
@@ -42,7 +42,7 @@ BEGIN
              default_queue text, default_priority smallint, tags text[], metadata jsonb, parents integer[],
              children integer[], map boolean, max_parallel integer, policy smallint, accept_skipped boolean,
              contained boolean, sink boolean);
-    RETURN found;
+    RETURN one;
 END $cyclone$;
 
 -- The steps of new runs, all at once. Ids are drawn in the order of runs and nodes, so a parent's is below its children's.
@@ -597,4 +597,108 @@ BEGIN
             CASE WHEN m.sink THEN ARRAY[m.run_id] ELSE '{}' END, ARRAY[m.run_id], at);
     END IF;
     RETURN QUERY SELECT ready, NULL::bigint, NULL::text, NULL::bigint;
+END $cyclone$;
+
+-- For triggers, psql and other languages: the same rules and the same errors as of the library, by SQLSTATE: CY010 an unknown
+-- name, CY011 a bad key, CY012 a conflict (with the id of the run that has the key in its DETAIL). Names are looked up among
+-- what pools have registered, the graph and the options are the newest. Whoever sleeps is notified by the same transaction.
+
+-- The channel of this schema's notifications, as the library makes it.
+CREATE FUNCTION {schema}.cyclone_channel() RETURNS text LANGUAGE sql STABLE AS $cyclone$
+    SELECT CASE WHEN octet_length('cyclone:' || n.nspname) <= 63 THEN 'cyclone:' || n.nspname
+                ELSE 'cyclone:' || left(encode(sha256(convert_to(n.nspname, 'UTF8')), 'hex'), 32) END
+    FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = '{schema}.cyclone_ids'::regclass;
+$cyclone$;
+
+CREATE FUNCTION {schema}.cyclone_check_key(key text) RETURNS void LANGUAGE plpgsql IMMUTABLE AS $cyclone$
+BEGIN
+    IF octet_length(convert_to(key, 'UTF8')) NOT BETWEEN 1 AND 256 THEN
+        RAISE EXCEPTION USING ERRCODE = 'CY011', MESSAGE = 'a key has 1 to 256 bytes';
+    END IF;
+END $cyclone$;
+
+CREATE FUNCTION {schema}.cyclone_newest(workflow_name text) RETURNS text LANGUAGE plpgsql STABLE AS $cyclone$
+DECLARE
+    one text;
+BEGIN
+    SELECT g.hash INTO one FROM {schema}.cyclone_graphs g WHERE g.workflow = workflow_name
+    ORDER BY g.registered_at DESC, g.id DESC LIMIT 1;
+    IF one IS NULL THEN
+        RAISE EXCEPTION USING ERRCODE = 'CY010', MESSAGE = format('no pool has registered a workflow %L', workflow_name),
+            HINT = 'Start one, or run: cyclone migrate register TARGET';
+    END IF;
+    RETURN one;
+END $cyclone$;
+
+-- The id of a new run.
+CREATE FUNCTION {schema}.cyclone_submit(
+    workflow text, input jsonb, queue text DEFAULT NULL, priority integer DEFAULT NULL, tags text[] DEFAULT NULL,
+    metadata jsonb DEFAULT NULL, keep_for interval DEFAULT NULL, scheduled_at timestamptz DEFAULT NULL,
+    delay interval DEFAULT NULL, deadline interval DEFAULT NULL
+) RETURNS bigint LANGUAGE sql AS $cyclone$
+    SELECT s.run_id::bigint FROM {schema}.cyclone_submit_runs(
+        {schema}.cyclone_newest($1), NULL, ARRAY[coalesce($2, 'null')::text], $3, $4::smallint, $5, $6,
+        extract(epoch FROM $7)::float8, $8, extract(epoch FROM $9)::float8, extract(epoch FROM $10)::float8, NULL,
+        {schema}.cyclone_channel(), true, NULL) s;
+$cyclone$;
+
+-- The run that has the key, and whether this call made it.
+CREATE FUNCTION {schema}.cyclone_submit_once(
+    workflow text, key text, input jsonb, queue text DEFAULT NULL, priority integer DEFAULT NULL, tags text[] DEFAULT NULL,
+    metadata jsonb DEFAULT NULL, keep_for interval DEFAULT NULL, scheduled_at timestamptz DEFAULT NULL,
+    delay interval DEFAULT NULL, deadline interval DEFAULT NULL, OUT run_id bigint, OUT created boolean
+) LANGUAGE plpgsql AS $cyclone$
+DECLARE
+    one record;
+BEGIN
+    PERFORM {schema}.cyclone_check_key(key);
+    SELECT * INTO one FROM {schema}.cyclone_submit_runs(
+        {schema}.cyclone_newest(workflow), ARRAY[key], ARRAY[coalesce(input, 'null')::text], queue, priority::smallint, tags,
+        metadata, extract(epoch FROM keep_for)::float8, scheduled_at, extract(epoch FROM delay)::float8,
+        extract(epoch FROM deadline)::float8, NULL, {schema}.cyclone_channel(), true, NULL);
+    IF one.differs IS NOT NULL THEN
+        RAISE EXCEPTION USING ERRCODE = 'CY012', DETAIL = one.run_id,
+            MESSAGE = format('run %s of %L has the key %L already, and another input', one.run_id, workflow, key);
+    END IF;
+    run_id := one.run_id::bigint;
+    created := one.created = 1;
+END $cyclone$;
+
+-- The id of a new step; with `unique_key` that of the active step that has it, and a conflict unless it is new.
+CREATE FUNCTION {schema}.cyclone_enqueue(
+    step text, input jsonb DEFAULT NULL, unique_key text DEFAULT NULL, max_attempts integer DEFAULT NULL,
+    queue text DEFAULT NULL, priority integer DEFAULT NULL, tags text[] DEFAULT NULL, metadata jsonb DEFAULT NULL,
+    keep_for interval DEFAULT NULL, scheduled_at timestamptz DEFAULT NULL, delay interval DEFAULT NULL
+) RETURNS bigint LANGUAGE plpgsql AS $cyclone$
+DECLARE
+    k {schema}.cyclone_kinds;
+    one record;
+    rank smallint;
+BEGIN
+    SELECT * INTO k FROM {schema}.cyclone_kinds n WHERE n.kind = step ORDER BY n.version DESC LIMIT 1;
+    IF NOT FOUND THEN
+        RAISE EXCEPTION USING ERRCODE = 'CY010', MESSAGE = format('no pool has registered a step %L', step),
+            HINT = 'Start one, or run: cyclone migrate register TARGET';
+    END IF;
+    k.queue := coalesce(queue, k.queue);
+    k.priority := coalesce(priority, k.priority);
+    k.max_attempts := coalesce(max_attempts, k.max_attempts);
+    rank := k.priority * 2 + 1;
+    IF unique_key IS NULL THEN
+        SELECT s.ids AS step INTO one FROM {schema}.cyclone_store(
+            step, k.queue, k.priority, rank, k.version, k.max_attempts, k.timeout_s,
+            ARRAY[coalesce(input, 'null')::text], tags, metadata, extract(epoch FROM keep_for)::float8, scheduled_at,
+            extract(epoch FROM delay)::float8, {schema}.cyclone_channel(), true, NULL) s;
+        RETURN one.step::bigint;
+    END IF;
+    PERFORM {schema}.cyclone_check_key(unique_key);
+    SELECT s.step, s.created INTO one FROM {schema}.cyclone_store_unique(
+        step, k.queue, k.priority, rank, k.version, k.max_attempts, k.timeout_s, ARRAY[coalesce(input, 'null')::text],
+        ARRAY[unique_key], true, tags, metadata, extract(epoch FROM keep_for)::float8, scheduled_at,
+        extract(epoch FROM delay)::float8, {schema}.cyclone_channel(), true, NULL) s;
+    IF one.created = 0 THEN
+        RAISE EXCEPTION USING ERRCODE = 'CY012', DETAIL = one.step,
+            MESSAGE = format('an active run (%s) of %L already holds the key %L', one.step, step, unique_key);
+    END IF;
+    RETURN one.step::bigint;
 END $cyclone$;

@@ -293,7 +293,8 @@ def bad_options() -> list[dict[str, Any]]:
         {"keep_for": 0},
         {"max_atempts": 3},
         {"backoff": cyclone.default_backoff},
-        {"unique": "key"},
+        {"unique": ""},
+        {"unike": "key"},
     ]
 
 
