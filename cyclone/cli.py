@@ -19,7 +19,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, TypeVar, cast
 
@@ -40,7 +40,7 @@ from .errors import (
 if TYPE_CHECKING:
     import psycopg
 
-    from . import db, model, registry
+    from . import codec, db, graph, model, registry
 
 FAILED, USAGE, NOT_FOUND, CONFLICT = 1, 2, 3, 4
 _INTERRUPTED = 130
@@ -513,6 +513,182 @@ def _progress(file: BinaryIO | None) -> Generator[Callable[[int], None]]:
         yield advance
 
 
+# cyclone submit
+
+
+@app.command("submit")
+def _submit(
+    workflow: Annotated[str, typer.Argument(metavar="WORKFLOW", help="The name of a registered workflow.")],
+    input: Annotated[str, typer.Argument(metavar="JSON", help="Its input; null for a workflow without.")],
+    once: Annotated[
+        str | None, typer.Option(metavar="KEY", help="At most one run for this key: print the one that has it.")
+    ] = None,
+    queue: Annotated[str | None, typer.Option(metavar="NAME", help="The queue of its nodes.")] = None,
+    priority: Annotated[str | None, typer.Option(metavar="N", help="From 0, the highest, to 9.")] = None,
+    delay: Annotated[str | None, typer.Option(metavar="DURATION", help="Wait so long first: 30s, 5m, 2h.")] = None,
+    scheduled_at: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Wait until then: 2030-01-31T08:00:00+00:00.")
+    ] = None,
+    deadline: Annotated[str | None, typer.Option(metavar="DURATION", help="It fails unless it ends in time.")] = None,
+    keep_for: Annotated[str | None, typer.Option(metavar="DURATION", help="Keep it so long after its end.")] = None,
+    tag: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A label; may be given again.")] = None,
+    metadata: Annotated[str | None, typer.Option(metavar="JSON", help="A JSON object that goes with the run.")] = None,
+    dsn: Dsn = None,
+    schema: Schema = None,
+    as_json: Json = False,
+) -> None:
+    """Submit a workflow that a pool, or `cyclone migrate register`, has made known; its newest graph.
+
+    Exits with 4 if the run of KEY has another input.
+    """
+    from . import codec, db, plan, store
+
+    options: dict[str, Any] = {}
+    given: tuple[tuple[str, str | None, Callable[[str, str], object]], ...] = (
+        ("queue", queue, lambda _, text: text),
+        ("priority", priority, config.parse_count),
+        ("delay", delay, config.parse_seconds),
+        ("scheduled_at", scheduled_at, _parse_instant),
+        ("deadline", deadline, config.parse_seconds),
+        ("keep_for", keep_for, config.parse_seconds),
+        ("metadata", metadata, _parse_object),
+    )
+    for name, value, parse in given:
+        if value is not None:
+            options[name] = parse(f"--{name.replace('_', '-')}", value)
+    if tag:
+        options["tags"] = tag
+    anything: codec.Codec[Any] = codec.Codec(Any)
+    try:
+        value = anything.decode(os.fsencode(input))
+    except codec.DecodeError as exc:
+        raise InvalidInputError(f"JSON: this is not JSON that can be stored: {exc}") from None
+    keys = None if once is None else [config.key("--once", once)]
+    dsn, schema = _database(dsn, schema)
+    statements = db.statements(schema)
+    with _connected(dsn, schema) as conn:
+        declared = _registered_workflow(conn, statements, workflow, anything)
+        batch = store.prepare_runs(
+            declared, [value], cast("graph.SubmitOptions", options), max_input_bytes=_MAX_INPUT, keys=keys
+        )
+        (done,) = plan.drive_sync(conn, store.submit(statements, batch))
+    if done.error is not None:
+        raise done.error
+    if as_json:
+        _print_json({"workflow": workflow, "run_id": done.run_id, "created": done.created})
+    else:
+        print(done.run_id)
+
+
+def _registered_workflow(
+    conn: psycopg.Connection[tuple[Any, ...]], statements: db.Statements, name: str, anything: codec.Codec[Any]
+) -> graph.AnyWorkflow:
+    """The newest graph of a workflow as a pool has registered it; what its input's type asks for, only a worker knows."""
+    from . import graph
+
+    table = f"{statements.quoted}.cyclone_graphs".replace("%", "%%")
+    query = f"SELECT spec::text FROM {table} WHERE workflow = %s ORDER BY registered_at DESC, id DESC LIMIT 1"
+    row = conn.execute(query.encode(), (name,)).fetchone()
+    if row is None:
+        known = [one for (one,) in conn.execute(f"SELECT DISTINCT workflow FROM {table} LIMIT 1000".encode())]
+        close = difflib.get_close_matches(name, known, n=3)
+        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+        raise NotFoundError(f"no pool has registered a workflow {name!r}{hint} (see `cyclone migrate register`)")
+    return graph.Stored(graph.GraphSpec.decode(row[0].encode()), anything)
+
+
+# cyclone runs, cyclone cancel
+
+
+@app.command("runs")
+def _runs(
+    workflow: Annotated[str | None, typer.Option(metavar="NAME", help="Only runs of this workflow.")] = None,
+    state: Annotated[
+        str | None, typer.Option(metavar="STATE", help="Only running, completed, failed or cancelled ones.")
+    ] = None,
+    key: Annotated[str | None, typer.Option(metavar="KEY", help="Only those with this submit key.")] = None,
+    tag: Annotated[str | None, typer.Option(metavar="NAME", help="Only those with this label.")] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Only those since then: 2h ago as 2h, or 2030-01-31T08:00:00+00:00."),
+    ] = None,
+    limit: Annotated[str | None, typer.Option(metavar="N", help="At most so many. [20]")] = None,
+    after: Annotated[str | None, typer.Option(metavar="RUN", help="Only those that came before this one.")] = None,
+    dsn: Dsn = None,
+    schema: Schema = None,
+    as_json: Json = False,
+) -> None:
+    """List the runs of workflows, newest first, without inputs."""
+    from . import db, plan, views
+
+    moment = None
+    if since is not None:
+        ago = since[-1:].isalpha() and since[:1].isdigit() and "T" not in since
+        moment = datetime.now(UTC) - timedelta(seconds=config.parse_seconds("--since", since)) if ago else None
+        moment = moment or _parse_instant("--since", since)
+    count = 20 if limit is None else config.parse_count("--limit", limit)
+    wanted = views.run_filter(
+        workflow=workflow, state=state, key=key, tag=tag, created_after=moment, limit=count, after=after
+    )
+    dsn, schema = _database(dsn, schema)
+    with _connected(dsn, schema) as conn:
+        page = plan.drive_sync(conn, views.runs(db.statements(schema), wanted))
+    if as_json:
+        shown = [
+            {k: v for k, v in msgspec.to_builtins(run).items() if k not in ("input", "metadata")} for run in page.items
+        ]
+        _print_json({"runs": shown, "next": page.next})
+        return
+    _print_table(
+        ("run", "workflow", "state", "created", "finished", "key", "tags", "error"),
+        [
+            (
+                run.id,
+                run.name,
+                run.state.value,
+                run.created_at,
+                run.finished_at,
+                run.key,
+                ", ".join(run.tags),
+                f"{run.node or ''} {run.error_kind}: {(run.error or '').partition(chr(10))[0]}".strip()
+                if run.error_kind
+                else "",
+            )
+            for run in page.items
+        ],
+    )
+    if page.next is not None:
+        print(f"more: --after {page.next}")
+
+
+@app.command("cancel")
+def _cancel(
+    run: RunArgument,
+    node: Annotated[str | None, typer.Argument(metavar="[NODE]", help="Only this node of it.")] = None,
+    reason: Annotated[str | None, typer.Option(metavar="TEXT", help="Why; it is recorded.")] = None,
+    actor: Annotated[str | None, typer.Option(metavar="NAME", help="Who asks for it. [user@host]")] = None,
+    dsn: Dsn = None,
+    schema: Schema = None,
+    as_json: Json = False,
+) -> None:
+    """Cancel a run, or one node of it. Exits with 4 if it had ended already."""
+    from . import control, db, handles, plan, views
+
+    asked = control.request(actor=actor, reason=reason)
+    views.run_number(run)
+    dsn, schema = _database(dsn, schema)
+    statements = db.statements(schema)
+    with _connected(dsn, schema) as conn:
+        if node is None:
+            done = plan.drive_sync(conn, handles.cancel_run(statements, None, run, asked))
+        else:
+            done = plan.drive_sync(conn, handles.cancel(statements, None, run, node, asked))
+    what = f"run {run}" if node is None else f"node {node!r} of run {run}"
+    if not done:
+        raise InvalidStateError(f"{what} had ended already")
+    _print_json({"run_id": run, "node": node}) if as_json else print(f"cancelled {_plain(what)}")
+
+
 # cyclone steps, cyclone show
 
 
@@ -546,18 +722,27 @@ def _steps(run: RunArgument, dsn: Dsn = None, schema: Schema = None, as_json: Js
 
 @app.command("show")
 def _show(run: RunArgument, dsn: Dsn = None, schema: Schema = None, as_json: Json = False) -> None:
-    """Show everything that is stored of a run's steps, with inputs, outputs, each failure and the recorded events."""
-    from . import db, plan, views
+    """Show everything that is stored of a run: of a workflow's its graph with what has become of each node; of its steps
+    inputs, outputs, each failure and the recorded events.
+    """
+    from . import db, graph, plan, views
 
     dsn, schema = _database(dsn, schema)
     with _connected(dsn, schema) as conn:
         found = plan.drive_sync(conn, views.steps(db.statements(schema), run))
         past = plan.drive_sync(conn, views.history(db.statements(schema), run))
+        about = plan.drive_sync(conn, views.run(db.statements(schema), run))
+        spec = plan.drive_sync(conn, views.spec(db.statements(schema), run))
+    steps = [{**msgspec.structs.asdict(step), "events": [e for e in past if e.node == step.node]} for step in found]
     if as_json:
-        _print_json(
-            [{**msgspec.structs.asdict(step), "events": [e for e in past if e.node == step.node]} for step in found]
-        )
+        if spec is None:
+            _print_json(steps)
+        else:
+            whole = [event for event in past if event.step_kind is None]
+            _print_json({**msgspec.structs.asdict(about), "graph": json.loads(spec), "events": whole, "steps": steps})
         return
+    if spec is not None:
+        _show_run(about, graph.GraphSpec.decode(spec.encode()), found)
     for number, step in enumerate(found):
         if number:
             print()
@@ -589,6 +774,40 @@ def _show(run: RunArgument, dsn: Dsn = None, schema: Schema = None, as_json: Jso
                     for event in events
                 ],
             )
+
+
+def _show_run(about: model.RunInfo, spec: graph.GraphSpec, steps: Sequence[model.StepInfo]) -> None:
+    """A run of a workflow, and its graph as a tree: each node under the last of those that it depends on."""
+    from rich.console import Console
+    from rich.text import Text
+    from rich.tree import Tree
+
+    fields = msgspec.structs.asdict(about)
+    for name in ("input", "metadata"):
+        fields[name] = None if fields[name] is None else json.dumps(fields[name], ensure_ascii=False)
+    for name in ("tags", "discarded"):
+        fields[name] = ", ".join(fields[name])
+    _print_table(("", ""), [(name, value) for name, value in fields.items() if value not in (None, "")])
+    states = {step.node: step for step in steps}
+    root = Tree(Text(f"{about.name} ({about.state})"))
+    places: dict[int, Tree] = {}
+    for pos, node in enumerate(spec.nodes):
+        step = states.get(node.name)
+        words = [node.name, step.state.value if step is not None else "?"]
+        if step is not None and step.fate is not None:
+            words.append(f"({step.fate})")
+        if node.map:
+            items = [one.state.value for name, one in states.items() if name.startswith(f"{node.name}[")]
+            words.append(f"{items.count('completed')} of {len(items)} items completed")
+        if len(node.parents) > 1:
+            words.append(f"after {', '.join(spec.nodes[one].name for one in node.parents)}")
+        if pos == spec.result:
+            words.append("= result")
+        parent = places[node.parents[-1]] if node.parents else root
+        places[pos] = parent.add(Text(_plain(" ".join(words))))
+    print()
+    Console(soft_wrap=True).print(root)
+    print()
 
 
 def _steps_of(run: str, dsn: str, schema: str) -> Sequence[model.StepInfo]:

@@ -145,6 +145,8 @@ class GraphSpec(msgspec.Struct, frozen=True, kw_only=True):
     workflow: str
     version: int
     queue: str | None
+    deadline_s: float | None
+    keep_for_s: float | None
     result: int | None
     nodes: list[NodeSpec]
 
@@ -545,7 +547,9 @@ class Graph(Generic[In]):
         where = f"workflow {self._workflow!r}" if node is None else f"workflow {self._workflow!r}, node {node!r}"
         return WorkflowDefinitionError(f"{where}: {text}")
 
-    def _finish(self, result: Any, version: int, queue: str | None) -> GraphSpec:
+    def _finish(
+        self, result: Any, version: int, queue: str | None, deadline_s: float | None, keep_for_s: float | None
+    ) -> GraphSpec:
         """The graph as data. No check for cycles: a node can refer only to nodes that were there before it."""
         self._done = True
         if not self._nodes:
@@ -574,6 +578,8 @@ class Graph(Generic[In]):
             workflow=self._workflow,
             version=version,
             queue=queue,
+            deadline_s=deadline_s,
+            keep_for_s=keep_for_s,
             result=None if result is None else result.pos,
             nodes=[
                 draft.spec(
@@ -763,8 +769,6 @@ class AnyWorkflow(registry.WorkflowBase):
         steps: Mapping[str, Step[Any, Any]],
         input_type: Any,
         result_type: Any,
-        deadline_s: float | None,
-        keep_for_s: float | None,
     ) -> None:
         self.fn = fn
         self.name = name
@@ -778,8 +782,6 @@ class AnyWorkflow(registry.WorkflowBase):
         self.result_codec: codec.Codec[Any] | None = (
             None if spec.result is None else _codec(name, "result", result_type)
         )
-        self.deadline_s = deadline_s
-        self.keep_for_s = keep_for_s
         self.__doc__ = fn.__doc__
 
     def __repr__(self) -> str:
@@ -788,6 +790,18 @@ class AnyWorkflow(registry.WorkflowBase):
     def diagram(self, format: typing.Literal["mermaid", "dot"] = "mermaid") -> str:
         """The graph as a text that mermaid or Graphviz draws."""
         return diagram(self.spec, format)
+
+
+class Stored(AnyWorkflow):
+    """A workflow of which only the graph is known, as it was registered: for the command line."""
+
+    def __init__(self, spec: GraphSpec, input_codec: codec.Codec[Any]) -> None:
+        self.name = spec.workflow
+        self.version = spec.version
+        self.spec = spec
+        self.steps = {}
+        self.input_codec = input_codec
+        self.result_codec = None
 
 
 def diagram(spec: GraphSpec, format: str = "mermaid") -> str:
@@ -1221,14 +1235,16 @@ def _declare(
     input_type = _input_type(found, fn, scope)
     graph: Graph[Any] = Graph(found, input_type)
     result: Any = fn(graph)
-    spec = graph._finish(result, number, lane)  # pyright: ignore[reportPrivateUsage]
+    spec = graph._finish(  # pyright: ignore[reportPrivateUsage]
+        result, number, lane, deadline_s, keep_for_s
+    )
     steps: dict[str, Step[Any, Any]] = {}
     for draft in graph._nodes:  # pyright: ignore[reportPrivateUsage]
         if steps.setdefault(draft.step.name, draft.step) is not draft.step:
             raise WorkflowDefinitionError(f"workflow {found!r}: two different steps are named {draft.step.name!r}")
     kind: Any = Workflow if result is None else ResultWorkflow
     output_type = None if result is None else _place(result.output).type
-    made: AnyWorkflow = kind(fn, found, spec, steps, input_type, output_type, deadline_s, keep_for_s)
+    made: AnyWorkflow = kind(fn, found, spec, steps, input_type, output_type)
     return made
 
 

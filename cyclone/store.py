@@ -269,9 +269,9 @@ def prepare_runs(
     delay, at = options.get("delay"), options.get("scheduled_at")
     if delay is not None and at is not None:
         raise InvalidOptionError("delay and scheduled_at exclude each other")
-    deadline = options.get("deadline", workflow.deadline_s)
+    deadline = options.get("deadline", workflow.spec.deadline_s)
     moment = isinstance(deadline, datetime)
-    keep_for = options.get("keep_for", workflow.keep_for_s)
+    keep_for = options.get("keep_for", workflow.spec.keep_for_s)
     params: dict[str, Any] = {
         "hash": workflow.spec.hash,
         "keys": None if keys is None else [config.key("key", key) for key in keys],

@@ -617,17 +617,16 @@ BEGIN
     END IF;
 END $cyclone$;
 
-CREATE FUNCTION {schema}.cyclone_newest(workflow_name text) RETURNS text LANGUAGE plpgsql STABLE AS $cyclone$
-DECLARE
-    one text;
+CREATE FUNCTION {schema}.cyclone_newest(
+    workflow_name text, OUT hash text, OUT deadline_s float8, OUT keep_for_s float8
+) LANGUAGE plpgsql STABLE AS $cyclone$
 BEGIN
-    SELECT g.hash INTO one FROM {schema}.cyclone_graphs g WHERE g.workflow = workflow_name
+    SELECT g.hash, (g.spec->>'deadline_s')::float8, (g.spec->>'keep_for_s')::float8 INTO hash, deadline_s, keep_for_s FROM {schema}.cyclone_graphs g WHERE g.workflow = workflow_name
     ORDER BY g.registered_at DESC, g.id DESC LIMIT 1;
-    IF one IS NULL THEN
+    IF hash IS NULL THEN
         RAISE EXCEPTION USING ERRCODE = 'CY010', MESSAGE = format('no pool has registered a workflow %L', workflow_name),
             HINT = 'Start one, or run: cyclone migrate register TARGET';
     END IF;
-    RETURN one;
 END $cyclone$;
 
 -- The id of a new run.
@@ -636,10 +635,10 @@ CREATE FUNCTION {schema}.cyclone_submit(
     metadata jsonb DEFAULT NULL, keep_for interval DEFAULT NULL, scheduled_at timestamptz DEFAULT NULL,
     delay interval DEFAULT NULL, deadline interval DEFAULT NULL
 ) RETURNS bigint LANGUAGE sql AS $cyclone$
-    SELECT s.run_id::bigint FROM {schema}.cyclone_submit_runs(
-        {schema}.cyclone_newest($1), NULL, ARRAY[coalesce($2, 'null')::text], $3, $4::smallint, $5, $6,
-        extract(epoch FROM $7)::float8, $8, extract(epoch FROM $9)::float8, extract(epoch FROM $10)::float8, NULL,
-        {schema}.cyclone_channel(), true, NULL) s;
+    SELECT s.run_id::bigint FROM {schema}.cyclone_newest($1) g, {schema}.cyclone_submit_runs(
+        g.hash, NULL, ARRAY[coalesce($2, 'null')::text], $3, $4::smallint, $5, $6,
+        coalesce(extract(epoch FROM $7)::float8, g.keep_for_s), $8, extract(epoch FROM $9)::float8,
+        coalesce(extract(epoch FROM $10)::float8, g.deadline_s), NULL, {schema}.cyclone_channel(), true, NULL) s;
 $cyclone$;
 
 -- The run that has the key, and whether this call made it.
@@ -648,14 +647,15 @@ CREATE FUNCTION {schema}.cyclone_submit_once(
     metadata jsonb DEFAULT NULL, keep_for interval DEFAULT NULL, scheduled_at timestamptz DEFAULT NULL,
     delay interval DEFAULT NULL, deadline interval DEFAULT NULL, OUT run_id bigint, OUT created boolean
 ) LANGUAGE plpgsql AS $cyclone$
+#variable_conflict use_variable
 DECLARE
     one record;
 BEGIN
     PERFORM {schema}.cyclone_check_key(key);
-    SELECT * INTO one FROM {schema}.cyclone_submit_runs(
-        {schema}.cyclone_newest(workflow), ARRAY[key], ARRAY[coalesce(input, 'null')::text], queue, priority::smallint, tags,
-        metadata, extract(epoch FROM keep_for)::float8, scheduled_at, extract(epoch FROM delay)::float8,
-        extract(epoch FROM deadline)::float8, NULL, {schema}.cyclone_channel(), true, NULL);
+    SELECT s.* INTO one FROM {schema}.cyclone_newest(workflow) g, {schema}.cyclone_submit_runs(
+        g.hash, ARRAY[key], ARRAY[coalesce(input, 'null')::text], queue, priority::smallint, tags, metadata,
+        coalesce(extract(epoch FROM keep_for)::float8, g.keep_for_s), scheduled_at, extract(epoch FROM delay)::float8,
+        coalesce(extract(epoch FROM deadline)::float8, g.deadline_s), NULL, {schema}.cyclone_channel(), true, NULL) s;
     IF one.differs IS NOT NULL THEN
         RAISE EXCEPTION USING ERRCODE = 'CY012', DETAIL = one.run_id,
             MESSAGE = format('run %s of %L has the key %L already, and another input', one.run_id, workflow, key);

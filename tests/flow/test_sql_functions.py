@@ -133,3 +133,20 @@ def test_a_schema_with_a_long_name_has_the_same_channel(dsn: str, conn: Conn) ->
             migrate.up(dsn, schema=schema)
         statements = db.statements(schema)
         assert one(conn, f"SELECT {statements.quoted}.cyclone_channel()") == statements.channel
+
+
+def test_the_workflow_s_own_deadline_holds(dsn: str, conn: Conn, client: SyncClient) -> None:
+    @cyclone.workflow("greeting", deadline=3600, keep_for=60)
+    def timed(g: Graph[str]) -> Node[str]:
+        return g.run(greet, g.input)
+
+    handlers = cyclone.Registry()
+    handlers.include(timed)
+    migrate.register(dsn, "public", handlers)
+    for query in (
+        "SELECT cyclone_submit('greeting', '1')",
+        "SELECT run_id FROM cyclone_submit_once('greeting', 'k', '1')",
+    ):
+        info = client.get_run(str(one(conn, query)))
+        assert info.deadline is not None and (info.deadline - info.created_at).total_seconds() == 3600
+        assert info.keep_for_s == 60
