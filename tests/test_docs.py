@@ -32,11 +32,22 @@ def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
 
 
-JOBS, SERVICE, REFUNDS = blocks(README, "python")
+JOBS, SERVICE, FLOWS, TRANSACTIONS, REFUNDS = blocks(README, "python")
 
 TABLES = """
 CREATE TABLE ledger (run_id text, node text, cents int, PRIMARY KEY (run_id, node));
 CREATE TABLE orders (id text PRIMARY KEY, cents int)
+"""
+
+MAIL = """
+from types import SimpleNamespace
+
+answers = [SimpleNamespace(status=429, retry_after=0.01), SimpleNamespace(status=200)]
+sent = []
+
+async def post(receipt, idempotency_key):
+    sent.append(idempotency_key)
+    return answers[min(len(sent), 2) - 1]
 """
 
 BANK = """
@@ -58,7 +69,15 @@ async def refund(charge_id, reference):
 @pytest.fixture
 def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
     """Imports modules of the package that the README writes."""
-    files = {"__init__": "", "jobs": JOBS, "service": SERVICE, "refunds": REFUNDS, "bank": BANK}
+    files = {
+        "__init__": "",
+        "jobs": JOBS,
+        "service": SERVICE,
+        "refunds": REFUNDS,
+        "bank": BANK,
+        "flows": FLOWS,
+        "mail": MAIL,
+    }
     (tmp_path / "shop").mkdir()
     for name, text in files.items():
         (tmp_path / "shop" / f"{name}.py").write_text(text)
@@ -100,6 +119,29 @@ async def test_the_first_example_runs(dsn: str, conn: psycopg.Connection, shop: 
         with pytest.raises(cyclone.RunFailedError, match="amount must be positive"):
             await broken.result(timeout=10)
     assert sum(row[0] for row in conn.execute("SELECT cents FROM ledger")) == 4207
+
+
+@pytest.mark.contract("U31", "U36", "W1")
+async def test_the_workflow_runs(dsn: str, conn: psycopg.Connection, shop: Callable[[str], ModuleType]) -> None:
+    conn.execute(TABLES)
+    flows, jobs, mail = shop("flows"), shop("jobs"), shop("mail")
+    order = jobs.Order(id="o-1", email="a@example.com", cents=4200)
+    async with (
+        cyclone.Client(dsn) as client,
+        cyclone.Worker(dsn, flows, poll_interval=0.05),
+        factories.sweeper(dsn),
+    ):
+        receipt = await flows.place(client, order)
+        assert await flows.place(client, order) == receipt
+        run = await flows.checkout.find(client, "order:o-1")
+        assert await run.wait(10) is cyclone.RunState.COMPLETED
+        with pytest.raises(cyclone.SubmitConflictError):
+            await flows.place(client, jobs.Order(id="o-1", email="a@example.com", cents=1))
+    assert mail.sent == [f"{run.id}:send_receipt"] * 2
+    assert factories.count(conn, "ledger") == 1
+    assert "submit_once_tx(client, session" in TRANSACTIONS and "submit_once_tx(client, connection" in TRANSACTIONS
+    text = " ".join(README.split())
+    assert "Take keys from the business request" in text and "keep runs longer" in text
 
 
 async def test_the_commands_of_the_first_example_run(
@@ -315,8 +357,9 @@ def test_python_of_every_page_compiles() -> None:
 
 def test_the_drawing_shows_every_state_of_a_step() -> None:
     drawing = README.split("## The life of a step")[1].split("1. **Enqueue**")[0]
-    # What belongs to workflows has no way in yet.
+    # What belongs to workflows is told in words below.
     assert {state.value for state in cyclone.StepState} - {"pending", "waiting"} <= set(re.findall(r"[a-z]+", drawing))
+    assert "is `pending` until" in README and "is `waiting` while" in README
 
 
 async def test_a_worker_can_live_inside_a_program(dsn: str) -> None:

@@ -10,9 +10,12 @@ from typing import assert_type
 import psycopg
 import psycopg_pool
 from psycopg.rows import DictRow
+from sqlalchemy import Connection
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
 
 import cyclone
-from cyclone import Context, ProcessContext, SyncContext
+from cyclone import Context, Graph, Node, ProcessContext, SyncContext
 
 
 @dataclass
@@ -148,6 +151,79 @@ def sync_client(client: cyclone.SyncClient, conn: psycopg.Connection, rows: psyc
     assert_type(cyclone.enqueue_tx(client, conn, charge, order), cyclone.SyncStepHandle[Receipt])
     assert_type(tick.enqueue(client).result(), int)
     assert_type(client.get_step("1", "charge").run_id, cyclone.RunID)
+
+
+@cyclone.step("total")
+async def total(ctx: Context, cents: list[int]) -> int:
+    return sum(cents)
+
+
+@cyclone.step("price")
+async def price(ctx: Context, order: Order) -> int:
+    return order.cents
+
+
+@cyclone.workflow("checkout", deadline=timedelta(hours=1))
+def checkout(g: Graph[Order]) -> Node[Receipt]:
+    assert_type(g.input, Order)
+    paid = g.run(charge, g.input, max_attempts=3, name="paid")
+    assert_type(paid, Node[Receipt])
+    assert_type(paid.output, Receipt)
+    first = g.run(price, Order(paid.output.charge_id, g.input.cents), after=[paid], optional=True)
+    g.run(tick, on_dep_failure=cyclone.RUN_ANYWAY, when=first.output)
+    g.run(charge, g.build(Order, id=g.input.id, cents=3))
+    return paid
+
+
+@cyclone.workflow("mapping")
+def mapping(g: Graph[list[Order]]) -> Node[int]:
+    prices = g.map(price, g.input, max_parallel=3)
+    assert_type(prices, Node[list[int]])
+    return g.run(total, prices.output)
+
+
+@cyclone.workflow()
+def nothing(g: Graph[None]) -> None:
+    g.run(tick)
+
+
+async def workflows(client: cyclone.Client, conn: psycopg.AsyncConnection, session: AsyncSession) -> None:
+    order = Order("o-1", 4200)
+    run = await checkout.submit(client, order, deadline=timedelta(hours=1), tags=["a"])
+    assert_type(run, cyclone.ResultRun[Receipt])
+    assert_type(await run.result(timeout=3), Receipt)
+    assert_type(
+        await checkout.submit_once(client, "k", order, compare="typed"), tuple[cyclone.ResultRun[Receipt], bool]
+    )
+    assert_type(await checkout.submit_once_tx(client, conn, "k", order), tuple[cyclone.ResultRun[Receipt], bool])
+    assert_type(await checkout.submit_tx(client, session, order), cyclone.ResultRun[Receipt])
+    assert_type(await mapping.submit_many(client, [[order]]), list[cyclone.ResultRun[int]])
+    results = await checkout.submit_once_many(client, [("k", order)])
+    assert_type(results, list[cyclone.OnceResult[cyclone.ResultRun[Receipt]]])
+    assert_type(await checkout.find(client, "k"), cyclone.ResultRun[Receipt] | None)
+    assert_type(checkout.get(client, "1"), cyclone.ResultRun[Receipt])
+    assert_type(await nothing.submit(client), cyclone.Run)
+    assert_type(await cyclone.submit(client, mapping, [order]), cyclone.ResultRun[int])
+    assert_type(await cyclone.submit(client, nothing, None), cyclone.Run)
+    found = await cyclone.submit_once(client, checkout, "k", order)
+    assert_type(found, tuple[cyclone.ResultRun[Receipt], bool])
+    assert_type((await client.list_runs(workflow=checkout)).items[0], cyclone.RunInfo)
+    assert_type(await charge.enqueue(client, order, unique=cyclone.Unique("k")), cyclone.StepHandle[Receipt])
+    await charge.enqueue_many(client, [order], unique=lambda one: str(one.id))
+    await charge.enqueue_tx(client, session, order)
+
+
+def sync_workflows(
+    client: cyclone.SyncClient, conn: psycopg.Connection, sql: Connection, session: Session, ctx: SyncContext
+) -> None:
+    order = Order("o-1", 4200)
+    assert_type(checkout.submit(client, order).result(), Receipt)
+    assert_type(checkout.submit_once_tx(client, sql, "k", order), tuple[cyclone.SyncResultRun[Receipt], bool])
+    assert_type(checkout.submit_tx(client, session, order), cyclone.SyncResultRun[Receipt])
+    assert_type(nothing.submit(ctx), cyclone.SyncRun)
+    assert_type(cyclone.submit(client, checkout, order), cyclone.SyncResultRun[Receipt])
+    assert_type(mapping.find(client, "k"), cyclone.SyncResultRun[int] | None)
+    charge.enqueue_tx(client, conn, order, unique="k")
 
 
 async def unit_tests_of_handlers(ctx: Context, sync_ctx: SyncContext) -> None:

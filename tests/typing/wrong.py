@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 
 import cyclone
-from cyclone import Context, SyncContext
+from cyclone import Context, Graph, Node, SyncContext
 
 
 @dataclass
@@ -105,7 +105,7 @@ async def enqueueing(
     await charge.enqueue(client, order, priority="high")  # error: a number
     await charge.enqueue(client, order, delay="3s")  # error: a timedelta or seconds
     await charge.enqueue(client, order, scheduled_at=3)  # error: a datetime
-    await charge.enqueue(client, order, unique_key="o-1")  # error: there is no such option
+    await charge.enqueue(client, order, uniq="o-1")  # error: there is no such option
     await charge.enqueue(client, order, backoff=cyclone.fixed(1))  # error: an option of the declaration only
     await charge.enqueue(client, order, method="copy")  # error: an option of enqueue_many only
     await charge.enqueue_many(client, [Receipt("c-1")])  # error: Orders
@@ -126,6 +126,45 @@ async def enqueueing(
     await client.get_step(1, "charge")  # error: the id of a run is text
     client.list_steps("1").append(n)  # error: not awaited
     print(sync_n, handle)
+
+
+# Workflows
+
+
+@cyclone.step("price")
+async def price(ctx: Context, cents: int) -> int:
+    return cents
+
+
+@cyclone.workflow("checkout")
+def checkout(g: Graph[Order]) -> Node[Receipt]:
+    g.run(charge, g.input.id)  # error: an Order
+    g.run(price, g.input.cents)  # error: an Order has none
+    g.run(charge, g.input, max_atempts=3)  # error: a misspelt option
+    paid = g.run(charge, g.input)
+    g.run(charge, Order(id=g.run(price, 3).output))  # error: an id is text
+    g.run(price, paid.output)  # error: an int
+    g.run(price)  # error: it takes an input
+    g.run(tick, 3)  # error: it takes none
+    g.map(price, paid.output)  # error: a list
+    g.map(price, [paid.output])  # error: of int
+    g.run(tick, after="paid")  # error: a node
+    g.run(tick, on_dep_failure="ignore")  # error: no such policy
+    return g.run(price, 3)  # error: a Receipt
+
+
+async def workflows(client: cyclone.Client, sync: cyclone.SyncClient, conn: psycopg.AsyncConnection) -> None:
+    await checkout.submit(client, "o-1")  # error: an Order
+    await checkout.submit(client)  # error: its input is missing
+    await checkout.submit(client, Order("o-1"), unique="k")  # error: for steps only
+    await checkout.submit_once(client, Order("o-1"))  # error: a key
+    await checkout.submit_once(client, "k", Order("o-1"), compare="loose")  # error: no such choice
+    checkout.submit_tx(sync, conn, Order("o-1"))  # error: a sync connection
+    await cyclone.submit(client, checkout, 3)  # error: an Order
+    n: int = await (await checkout.submit(client, Order("o-1"))).result()  # error: a Receipt
+    sync_n: int = checkout.submit(sync, Order("o-1")).result()  # error: a Receipt
+    await charge.enqueue_many(client, [Order("o-1")], unique="k")  # error: a function
+    print(n, sync_n)
 
 
 # Calling, and what handlers are given
