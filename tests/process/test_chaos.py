@@ -8,7 +8,9 @@ import random
 import re
 import signal
 import threading
+import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,61 @@ from process import app, live
 from process.live import eventually
 
 import cyclone
+from cyclone import doctor, embedded, migrate
 
 Conn = psycopg.Connection[Any]
 
-STEPS = 5000
+STEPS = 10_000
+RESTART_AT = 3000  # so many effects
 LEASE_S = 3.0
 SEED = int(os.environ.get("CHAOS_SEED", "20261130"))
+
+
+class Reader:
+    """A connection that is made anew when the server has been restarted."""
+
+    def __init__(self, dsn: str) -> None:
+        self._dsn = dsn
+        self._conn: Conn | None = None
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._conn is not None:
+            self._conn.close()
+
+    def execute(self, *args: Any) -> Any:
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                if self._conn is None:
+                    self._conn = psycopg.connect(self._dsn, autocommit=True, application_name="reader")
+                return self._conn.execute(*args)
+            except psycopg.OperationalError:
+                self._conn = None
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[embedded.Server]:
+    """A server of their own, which may be restarted. Durable: what a restart loses must be none of ours."""
+    with embedded.Server(int(os.environ.get("CYCLONE_TEST_PG", "18"))) as found:
+        yield found
+
+
+@pytest.fixture
+def dsn(server: embedded.Server, request: pytest.FixtureRequest) -> Iterator[str]:
+    name = f"chaos_{abs(hash(request.node.name))}"
+    with psycopg.connect(server.dsn(), autocommit=True) as admin:
+        admin.execute(f'CREATE DATABASE "{name}"'.encode())
+    dsn = server.dsn(name)
+    migrate.up(dsn)
+    yield dsn
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        assert doctor.deep(conn) == []
 
 
 class Monkey:
@@ -32,8 +83,9 @@ class Monkey:
     Mostly it waits until some steps have ended since the last time, else a crowded machine would never get anywhere.
     """
 
-    def __init__(self, start: live.Pools, pools: list[live.Live], dsn: str) -> None:
+    def __init__(self, start: live.Pools, pools: list[live.Live], dsn: str, server: embedded.Server) -> None:
         self._start = start
+        self._server = server
         self._pools = pools
         self._dsn = dsn
         self._random = random.Random(SEED)
@@ -55,8 +107,11 @@ class Monkey:
     def _run(self) -> None:
         deeds = {self.worker: 10, self.sweeper: 3, self.backends: 6, self.supervisor: 2, self.host: 1}
         try:
-            with psycopg.connect(self._dsn, autocommit=True, application_name="monkey") as self._conn:
+            with Reader(self._dsn) as self._conn:
                 while not self._enough.wait(self._random.uniform(0.05, 0.3)):
+                    if not self.done["restart"] and live.value(self._conn, LEDGER) > RESTART_AT:
+                        self._server.restart("immediate")  # as after a crash: it recovers from its log
+                        self.done["restart"] += 1
                     if self._random.random() < 0.75:
                         self._watch(self._random.randint(1, 25))
                     (deed,) = self._random.choices(list(deeds), list(deeds.values()))
@@ -138,8 +193,9 @@ def name(pid: int) -> str:
 @pytest.mark.contract("E1", "E6", "E13", "X4", "FM-016", "FM-017", "FM-009", "FM-031", "M3", "M4")
 @pytest.mark.timeout(300)
 def test_each_step_has_its_effect_once_whatever_is_killed(
-    start_pool: live.Pools, client: cyclone.SyncClient, conn: Conn, dsn: str
+    start_pool: live.Pools, client: cyclone.SyncClient, dsn: str, server: embedded.Server
 ) -> None:
+    conn: Any = Reader(dsn)
     live.ledger(conn)
     amounts = [n * 7 % 101 for n in range(STEPS)]
     # So many attempts only for the connections that are cut under a handler's own statement: deaths cost none.
@@ -148,7 +204,7 @@ def test_each_step_has_its_effect_once_whatever_is_killed(
     app.charge_in_thread.enqueue_many(client, amounts[half:-200], max_attempts=50)
     # Two pools in the same second, at one backlog.
     pools = [start_pool(**OPTIONS, ready=False) for _ in range(2)]
-    with Monkey(start_pool, pools, dsn) as monkey:
+    with Monkey(start_pool, pools, dsn, server) as monkey:
         eventually(lambda: live.value(conn, LEDGER) > 500, 100)
         app.charge.enqueue_many(client, amounts[-200:], max_attempts=50)
         eventually(lambda: live.completed(conn, STEPS), 200, log=lambda: f"{live.states(conn)}\n{tails(start_pool)}")
@@ -175,7 +231,7 @@ def test_each_step_has_its_effect_once_whatever_is_killed(
         assert re.search("terminating connection|server closed|connection is closed|the connection", message), message
     assert live.value(conn, "SELECT count(*) FROM cyclone_steps WHERE attempts > 1") < STEPS / 10
     # It was not for nothing.
-    assert monkey.done["worker"] >= 3 and monkey.done["backends"] >= 2
+    assert monkey.done["worker"] >= 3 and monkey.done["backends"] >= 2 and monkey.done["restart"] == 1
     assert live.value(conn, "SELECT sum(reclaims) FROM cyclone_steps") > 0
     for pool in pools:
         # Python dies by a signal that comes before the supervisor is there to hear it.
@@ -183,6 +239,7 @@ def test_each_step_has_its_effect_once_whatever_is_killed(
     # Those whose supervisors were killed have left, too.
     eventually(lambda: live.value(conn, ENGINE) == 0)
     eventually(lambda: live.value(conn, LEASES) == 0)
+    conn.__exit__()
 
 
 LEASES = "SELECT count(*) FROM cyclone_lives WHERE ended_at IS NULL AND lease_until > now()"
