@@ -1,8 +1,9 @@
 """The caller's transaction: which psycopg connection it is on, whatever library holds it.
 
-A caller has a connection of psycopg's, of SQLAlchemy's (or an ORM session), or Django's; each leads to a connection of the
-driver, and the plans run there. Neither library is imported here: an object of theirs can exist only after its library was
-imported by somebody else. Nothing but SQL is sent, so what the library believes of its transaction stays true.
+A caller has a connection of psycopg's, of SQLAlchemy's (or an ORM session), or Django's; each leads to a connection
+of the driver, and the plans run there. Neither library is imported here: an object of theirs can exist only after its
+library was imported by somebody else. Nothing but SQL is sent, so what the library believes of its transaction stays
+true.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _SYNC = "a psycopg.Connection, a Connection or Session of SQLAlchemy (postgresql
 async def connection(tx: Any, who: str) -> psycopg.AsyncConnection[Any]:
     """The driver's connection of an async transaction.
 
-    Raises TypeError for what is none, TransactionRequiredError for one that is not in a transaction. `who` needs it, for
-    the message.
+    Raises TypeError for what is none, TransactionRequiredError for one that is not in a transaction. `who` needs it,
+    for the message.
     """
     found: Any = tx
     library: Any = sys.modules.get("sqlalchemy.ext.asyncio")

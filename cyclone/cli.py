@@ -583,7 +583,9 @@ def _submit(
 def _registered_workflow(
     conn: psycopg.Connection[tuple[Any, ...]], statements: db.Statements, name: str, anything: codec.Codec[Any]
 ) -> graph.AnyWorkflow:
-    """The newest graph of a workflow as a pool has registered it; what its input's type asks for, only a worker knows."""
+    """The newest graph of a workflow as a pool has registered it; what its input's type asks for, only a worker
+    knows.
+    """
     from . import graph
 
     table = f"{statements.quoted}.cyclone_graphs".replace("%", "%%")
@@ -722,8 +724,8 @@ def _steps(run: RunArgument, dsn: Dsn = None, schema: Schema = None, as_json: Js
 
 @app.command("show")
 def _show(run: RunArgument, dsn: Dsn = None, schema: Schema = None, as_json: Json = False) -> None:
-    """Show everything that is stored of a run: of a workflow's its graph with what has become of each node; of its steps
-    inputs, outputs, each failure and the recorded events.
+    """Show everything that is stored of a run: of a workflow's its graph with what has become of each node; of its
+    steps inputs, outputs, each failure and the recorded events.
     """
     from . import db, graph, plan, views
 

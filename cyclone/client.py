@@ -220,8 +220,8 @@ class Client(_ClientBase):
         await self.close()
 
     async def get_run(self, run_id: str) -> RunInfo:
-        """One run as it is stored: of a workflow, or a step that was enqueued by itself. Raises NotFoundError if none is
-        visible.
+        """One run as it is stored: of a workflow, or a step that was enqueued by itself. Raises NotFoundError if none
+        is visible.
         """
         return await self._run(views.run(self._statements, run_id))
 
@@ -240,7 +240,8 @@ class Client(_ClientBase):
         """Runs of workflows that match all that is given, newest first, at most `limit` (up to 1,000).
 
         `after` is the `next` of the page before: pages do not shift while runs come and go. `key` is a submit key,
-        `tag` one of the run's tags, times are aware datetimes. Raises InvalidOptionError before any connection is taken.
+        `tag` one of the run's tags, times are aware datetimes. Raises InvalidOptionError before any connection is
+        taken.
         """
         wanted = views.run_filter(
             workflow=workflow, state=state, key=key, tag=tag, created_after=created_after,
@@ -251,11 +252,11 @@ class Client(_ClientBase):
     async def cancel(self, run_id: str, *, reason: str | None = None, actor: str | None = None) -> bool:
         """Cancels a run; False if it had ended already, and then nothing is changed.
 
-        Its nodes that have not ended become `cancelled`; handlers that run are told to stop within two seconds, and what
-        they still return or write on their completion transactions is refused. `reason` is kept with the run, and with
-        `actor` (default: `user@host` of this process) in the event `run_cancelled`. A step that was enqueued by itself is
-        cancelled as by `cancel_step`. Waits while another transaction holds the run. Raises NotFoundError if no such run
-        is visible.
+        Its nodes that have not ended become `cancelled`; handlers that run are told to stop within two seconds, and
+        what they still return or write on their completion transactions is refused. `reason` is kept with the run,
+        and with `actor` (default: `user@host` of this process) in the event `run_cancelled`. A step that was enqueued
+        by itself is cancelled as by `cancel_step`. Waits while another transaction holds the run. Raises
+        NotFoundError if no such run is visible.
         """
         asked = control.request(actor=actor, reason=reason)
         return await self._run(handles.cancel_run(self._statements, self._hook, run_id, asked))
@@ -307,8 +308,8 @@ class Client(_ClientBase):
         recorded in the event `reopened`. Commits by itself.
 
         A run of a workflow that had ended is running again, and the nodes that were cancelled because of that failure
-        come back; those that somebody cancelled do not. A run whose deadline has passed needs a new `deadline`: an aware
-        datetime, or a timedelta or seconds from now.
+        come back; those that somebody cancelled do not. A run whose deadline has passed needs a new `deadline`: an
+        aware datetime, or a timedelta or seconds from now.
 
         Raises InvalidOptionError before any connection is taken, NotFoundError if no such node is visible, and
         InvalidStateError if it is not discarded, if the run was cancelled, or if it needs a new deadline. Waits while

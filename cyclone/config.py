@@ -109,8 +109,8 @@ _MOST_KEY = 256
 
 
 def key(what: str, value: object) -> str:
-    """A submit key or a unique key: not empty, at most 256 bytes of UTF-8, no NUL. It is taken byte for byte: nothing is
-    trimmed, folded or normalized. Raises InvalidKeyError, and InvalidOptionTypeError for what is no str.
+    """A submit key or a unique key: not empty, at most 256 bytes of UTF-8, no NUL. It is taken byte for byte: nothing
+    is trimmed, folded or normalized. Raises InvalidKeyError, and InvalidOptionTypeError for what is no str.
     """
     if not isinstance(value, str):
         raise InvalidOptionTypeError(f"{what} must be a str, not {_kind(value)}")

@@ -334,11 +334,12 @@ class Context(_Shared):
     async def complete_in(self, conn: AsyncTx, output: Any = None) -> None:
         """Completes this step in a transaction of the handler's own, on the worker's database.
 
-        `conn` is a connection (of psycopg, SQLAlchemy or Django) in a transaction that the handler commits, after this and
-        before it returns; what it wrote there and the completion exist together or not at all. `output` is the step's output; what the handler
-        returns is then ignored. If the transaction is rolled back the attempt has failed, as an ordinary error.
-        Raises LeaseLostError when the step is no longer ours (the transaction must then be rolled back), TypeError
-        for another kind of connection and TransactionRequiredError for one that is in no transaction.
+        `conn` is a connection (of psycopg, SQLAlchemy or Django) in a transaction that the handler commits, after
+        this and before it returns; what it wrote there and the completion exist together or not at all. `output` is
+        the step's output; what the handler returns is then ignored. If the transaction is rolled back the attempt has
+        failed, as an ordinary error. Raises LeaseLostError when the step is no longer ours (the transaction must then
+        be rolled back), TypeError for another kind of connection and TransactionRequiredError for one that is in no
+        transaction.
         """
         own = await caller.connection(conn, "Context")
         await drive(own, self._complete_in(self._store().statements, self._tx is not None, output))

@@ -78,8 +78,8 @@ def cancel_run(
 ) -> Plan[Sequence[Event] | None]:
     """Cancels a run, in whatever transaction is open: the events of what was running, or None if it had ended already.
 
-    Of a large run only the first thousand nodes are ended at once; `end_rounds` ends the rest, or a sweeper. A run that is
-    a standalone step is cancelled as that step. Raises NotFoundError if there is no such run.
+    Of a large run only the first thousand nodes are ended at once; `end_rounds` ends the rest, or a sweeper. A run
+    that is a standalone step is cancelled as that step. Raises NotFoundError if there is no such run.
     """
     locked = yield Run(statements["lock_run"], {"run_id": run, "now": now})
     if not locked:

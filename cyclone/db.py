@@ -129,6 +129,8 @@ _SESSION = {
     "tcp_keepalives_count": "3",
     # Prepared statements are planned when tables may still be tiny; the plan that reads all of them must not be kept.
     "enable_seqscan": "off",
+    # Compiling takes longer than any statement of the engine's runs.
+    "jit": "off",
 }
 # The same towards the server: a connection whose packets vanish is noticed within a minute, also with a reply
 # outstanding.

@@ -186,8 +186,8 @@ class Snooze(Exception):
 
 
 class CancelRun(Exception):
-    """Raise it to cancel the whole run, as `Client.cancel` does: its own step ends cancelled too, and what it wrote on the
-    completion transaction is rolled back. A standalone step is its own run.
+    """Raise it to cancel the whole run, as `Client.cancel` does: its own step ends cancelled too, and what it wrote
+    on the completion transaction is rolled back. A standalone step is its own run.
     """
 
     def __init__(self, reason: object = "") -> None:

@@ -1,8 +1,8 @@
 """Is this graph sound: workflows as they are declared, and the data that they are stored as.
 
-The function of a workflow is called once, when it is declared, with placeholders for what will only be known at run time.
-What it wires is written down as data, a template for each input, and stored with the first run. So no deploy changes a run
-that is under way, and whatever is wrong with a graph shows at import.
+The function of a workflow is called once, when it is declared, with placeholders for what will only be known at run
+time. What it wires is written down as data, a template for each input, and stored with the first run. So no deploy
+changes a run that is under way, and whatever is wrong with a graph shows at import.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ CANCEL_BRANCH = OnDepFailure.CANCEL_BRANCH
 RUN_ANYWAY = OnDepFailure.RUN_ANYWAY
 
 
-# Templates: an input as data, with references in place of what is not known yet. Each value is wrapped in an object that
-# says what it is, so that no data of a user's, whatever it looks like, is ever taken for a reference.
+# Templates: an input as data, with references in place of what is not known yet. Each value is wrapped in an object
+# that says what it is, so that no data of a user's, whatever it looks like, is ever taken for a reference.
 #
 #     {"v": literal}   {"r": [source, path…]}   {"o": {key: template}}   {"a": [template…]}
 #
@@ -350,8 +350,9 @@ class NodeOptions(CallOptions, total=False):
     optional: bool
     """Its failure does not fail the run, although nothing is downstream (default False)."""
     on_dep_failure: OnDepFailure
-    """FAIL_RUN (default): a failure of a node that this depends on fails the run. CANCEL_BRANCH: it cancels this node and
-    what depends on it. RUN_ANYWAY: this node runs all the same, and reads `ctx.failed_dependencies`."""
+    """FAIL_RUN (default): a failure of a node that this depends on fails the run. CANCEL_BRANCH: it cancels this node
+    and what depends on it. RUN_ANYWAY: this node runs all the same, and reads `ctx.failed_dependencies`.
+    """
     accept_skipped: bool
     """Runs although a node that it depends on was skipped, whose output is then null (default False)."""
 
@@ -402,8 +403,8 @@ class Graph(Generic[In]):
     @overload
     def run(self, step: Step[T, Out], input: T, **options: Unpack[NodeOptions]) -> Node[Out]: ...
     def run(self, step: Step[Any, Out], input: Any = None, **options: Unpack[NodeOptions]) -> Node[Out]:
-        """A node that executes a step. `input` is a value in which placeholders may stand for values, at any depth; each
-        of them also makes a dependency. Raises WorkflowDefinitionError for whatever is wrong with it.
+        """A node that executes a step. `input` is a value in which placeholders may stand for values, at any depth;
+        each of them also makes a dependency. Raises WorkflowDefinitionError for whatever is wrong with it.
         """
         config_of = self._begin(step, options, _OPTIONS)
         draft = self._draft(step, config_of, dict(options))
@@ -431,8 +432,8 @@ class Graph(Generic[In]):
         return self._add(draft, types.GenericAlias(list, (step.output_type,)))
 
     def build(self, cls: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        """An object of a class that validates when it is built (as pydantic's do), with placeholders among its fields. It
-        is built, and validated, at run time.
+        """An object of a class that validates when it is built (as pydantic's do), with placeholders among its
+        fields. It is built, and validated, at run time.
         """
         return cast("T", _Built(_fields(cls, args, kwargs)))
 
@@ -754,11 +755,11 @@ class SyncSubmitter(typing.Protocol):
 class AnyWorkflow(registry.WorkflowBase):
     """What workflows with a result and those without one have in common.
 
-    The methods that submit raise InvalidOptionError (InvalidInputError, InvalidKeyError) before any connection is taken.
-    Given an async client, or the context of an async handler, they return an awaitable; given their sync counterparts,
-    the value. The `_tx` forms take a connection of the caller's that is in a transaction (TransactionRequiredError
-    otherwise, TypeError for another object): the run exists if and only if that transaction commits. All others commit by
-    themselves.
+    The methods that submit raise InvalidOptionError (InvalidInputError, InvalidKeyError) before any connection is
+    taken. Given an async client, or the context of an async handler, they return an awaitable; given their sync
+    counterparts, the value. The `_tx` forms take a connection of the caller's that is in a transaction
+    (TransactionRequiredError otherwise, TypeError for another object): the run exists if and only if that transaction
+    commits. All others commit by themselves.
     """
 
     def __init__(
@@ -904,7 +905,8 @@ class Workflow(AnyWorkflow, Generic[In]):
     def submit_once(
         self, client: Any, key: str, input: Any, *, compare: Compare = "json", **options: Unpack[SubmitOptions]
     ) -> Any:
-        """At most one run for each key of this workflow, whatever state it is in: the run, and whether this call made it.
+        """At most one run for each key of this workflow, whatever state it is in: the run, and whether this call made
+        it.
 
         The key has 1 to 256 bytes. Another input than the run's raises SubmitConflictError, which names where they
         differ; options take no part. `compare="typed"` first reads the stored input with the type of today, so that
@@ -939,8 +941,8 @@ class Workflow(AnyWorkflow, Generic[In]):
     def submit_once_tx(
         self, client: Any, tx: Any, key: str, input: Any, *, compare: Compare = "json", **options: Unpack[SubmitOptions]
     ) -> Any:
-        """As `submit_once`, in the caller's transaction, which goes on after a conflict. Others that submit the key wait
-        for its end, so it should be short.
+        """As `submit_once`, in the caller's transaction, which goes on after a conflict. Others that submit the key
+        wait for its end, so it should be short.
         """
         return _submit_once(self, client, key, input, compare, options, _given(tx))
 
@@ -1194,13 +1196,13 @@ def workflow(
     queue: str | None = None,
     registry: registry.Registry | None = None,
 ) -> WorkflowDecorator:
-    """Declares a function `def f(g: Graph[In]) -> Node[Out]` as a workflow with a typed result, or one that returns None
-    as a workflow without.
+    """Declares a function `def f(g: Graph[In]) -> Node[Out]` as a workflow with a typed result, or one that returns
+    None as a workflow without.
 
-    The function is called once, now. `name` defaults to `module.function`; submit keys belong to the name. `version` is
-    for people: what decides is the graph itself, and a run keeps the graph it was submitted with. `deadline` (from
-    submission) and `keep_for` are the defaults of its runs, `queue` that of its nodes. A registry or a pool's module makes
-    it known to workers. Raises WorkflowDefinitionError for whatever is wrong with the graph.
+    The function is called once, now. `name` defaults to `module.function`; submit keys belong to the name. `version`
+    is for people: what decides is the graph itself, and a run keeps the graph it was submitted with. `deadline` (from
+    submission) and `keep_for` are the defaults of its runs, `queue` that of its nodes. A registry or a pool's module
+    makes it known to workers. Raises WorkflowDefinitionError for whatever is wrong with the graph.
     """
     if callable(name):
         raise WorkflowDefinitionError("write @workflow() with parentheses")

@@ -314,8 +314,8 @@ def _check_server(conn: Conn) -> None:
 
 
 def register(dsn: str, schema: str, registry: Registry) -> None:
-    """Writes the kinds of a registry with their options and the graphs of its workflows, for SQL and the command line, as
-    a starting worker does.
+    """Writes the kinds of a registry with their options and the graphs of its workflows, for SQL and the command
+    line, as a starting worker does.
     """
     with _connect(dsn) as conn:
         require(read_version(conn, schema), schema)

@@ -137,7 +137,8 @@ class StepInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One run as it is stored: of a workflow, or a step that was enqueued by itself (`type` says which, `name` of what).
+    """One run as it is stored: of a workflow, or a step that was enqueued by itself (`type` says which, `name` of
+    what).
 
     `node`, `error_kind` and `error` tell where and why it failed, was cancelled, or ran out of time (kind `deadline`).
     `discarded` lists the nodes that were discarded, also those whose failure the graph contained.

@@ -112,9 +112,9 @@ OnDuplicate = Literal["raise", "return"]
 class Unique(msgspec.Struct, frozen=True):
     """A unique key of an enqueue, and what happens if an active step of the same kind has it.
 
-    `key` has 1 to 256 bytes; for `enqueue_many` it is a function that makes the key of an input. `on_duplicate="raise"` (the
-    default) raises DuplicateError, and nothing is enqueued; `"return"` gives the handle of the step that has the key, with
-    `created` false. A step has its key until it has ended.
+    `key` has 1 to 256 bytes; for `enqueue_many` it is a function that makes the key of an input.
+    `on_duplicate="raise"` (the default) raises DuplicateError, and nothing is enqueued; `"return"` gives the handle
+    of the step that has the key, with `created` false. A step has its key until it has ended.
     """
 
     key: str | Callable[[Any], str]
@@ -143,8 +143,9 @@ class EnqueueManyOptions(EnqueueBase, total=False):
     """Options of one enqueue of many."""
 
     unique: Callable[[Any], str] | Unique | None
-    """What makes the unique key of each input; a function stands for `Unique(function)`. With `on_duplicate="return"` the
-    handles tell by `created` which steps are new. Two equal keys in one call keep the first."""
+    """What makes the unique key of each input; a function stands for `Unique(function)`. With `on_duplicate="return"`
+    the handles tell by `created` which steps are new. Two equal keys in one call keep the first.
+    """
 
     method: Literal["auto", "insert", "copy"]
     """How the rows travel: one statement, or COPY; "auto" (the default) takes COPY above 1,000 inputs. The rows are the
@@ -849,8 +850,8 @@ class Registry:
         return tuple(self._redactions)
 
     def include(self, other: Registry | ModuleType | Step[Any, Any] | WorkflowBase) -> None:
-        """Adds what another registry holds, or what a module has among its attributes, or one step, or one workflow with
-        the steps of its nodes.
+        """Adds what another registry holds, or what a module has among its attributes, or one step, or one workflow
+        with the steps of its nodes.
 
         Raises InvalidOptionError, and adds nothing, if two different steps or workflows have the same name.
         """

@@ -1,8 +1,8 @@
 """Resolve: what a claimed node needs of its run, before it is executed.
 
-The input of a node is a template over the run's input and the outputs of other nodes; it is composed here, from what the
-run has, and stored nowhere. Two things are decided without any handler: a condition that does not hold skips the node, and
-a map becomes the list that it goes over. One look at the database serves a whole claim.
+The input of a node is a template over the run's input and the outputs of other nodes; it is composed here, from what
+the run has, and stored nowhere. Two things are decided without any handler: a condition that does not hold skips the
+node, and a map becomes the list that it goes over. One look at the database serves a whole claim.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class Resolver:
     async def _read(
         self, conn: Connection, steps: list[Claimed]
     ) -> tuple[dict[tuple[int, int], bytes], dict[int, list[StepError]]]:
-        """What the templates refer to, by run and position (the run's input under -1), and the failures that nodes which
-        run anyway are told of, by step.
+        """What the templates refer to, by run and position (the run's input under -1), and the failures that nodes
+        which run anyway are told of, by step.
         """
         runs: dict[int, None] = {}
         places: dict[tuple[int, int], str] = {}

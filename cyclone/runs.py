@@ -124,8 +124,8 @@ class _AsyncRun(_RunBase):
         """Waits until it has ended, and returns the state it ended in.
 
         It looks at growing intervals, from 10 ms to half a second. `timeout` is a timedelta or seconds (default: no
-        limit; in a handler one must be given, else InvalidOptionError); past it the built-in TimeoutError is raised, after
-        at least one look. Raises NotFoundError at once if the run is not visible.
+        limit; in a handler one must be given, else InvalidOptionError); past it the built-in TimeoutError is raised,
+        after at least one look. Raises NotFoundError at once if the run is not visible.
         """
         return (await self._ended(timeout)).state
 
@@ -203,9 +203,9 @@ class ResultRun(_AsyncRun, Generic[Out]):
     async def result(self, timeout: timedelta | float | None = None) -> Out:
         """Waits as `wait` does, and returns the result.
 
-        Raises RunFailedError if it failed, RunCancelledError if it was cancelled, NoOutputError if the run has no result
-        (it was submitted by a workflow without one, or the node was skipped), ResultError if what is stored is no value
-        of the type, TimeoutError if it has not ended in time.
+        Raises RunFailedError if it failed, RunCancelledError if it was cancelled, NoOutputError if the run has no
+        result (it was submitted by a workflow without one, or the node was skipped), ResultError if what is stored is
+        no value of the type, TimeoutError if it has not ended in time.
         """
         return self._output(await self._ended(timeout))  # type: ignore[no-any-return]
 
@@ -319,8 +319,8 @@ def _parts(items: Iterable[tuple[str, Any]]) -> tuple[list[str], list[Any]]:
 
 
 class AsyncSubmissions:
-    """Submits workflows for async code. `store` writes a batch in the transaction that it is given, or for None in one of
-    its own, and returns what came of each.
+    """Submits workflows for async code. `store` writes a batch in the transaction that it is given, or for None in
+    one of its own, and returns what came of each.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ _EVENTS = {
     Verb.SKIP: EventKind.CANCELLED,
     Verb.CANCEL_RUN: EventKind.CANCELLED,
 }
-_BUSY_S = 0.05
+_BUSY_S = 0.005
 _BUSY_MOST_S = 2.0
 _LOCK_TIMEOUT = b"SELECT set_config('lock_timeout', '100ms', false)"
 
@@ -61,9 +61,9 @@ class Settler:
 
     `connect` gives a fresh connection; `holds_lease` says whether sending still makes sense; `on_settled` is called
     with each outcome that needs no more care, and whether it is certain that its step no longer runs under our claim:
-    it was written or refused, and not dropped. `on_ready` is told how many steps became available by it. `expects` says whether
-    more outcomes may come soon; only then is it worth to linger. `hook` is told
-    of what was written. With `pooler` nothing is set on the session; locked steps are then stepped over in every batch.
+    it was written or refused, and not dropped. `on_ready` is told how many steps became available by it. `expects`
+    says whether more outcomes may come soon; only then is it worth to linger. `hook` is told of what was written.
+    With `pooler` nothing is set on the session; locked steps are then stepped over in every batch.
     """
 
     def __init__(
@@ -204,8 +204,8 @@ class Settler:
         self._book(outcomes, closed, left, time.perf_counter() - start)
 
     async def _send(self, outcomes: list[Outcome], closed: list[int]) -> Left:
-        """The transaction. Again when something is locked, around it; and when nodes that nobody could foresee turn out to
-        be cancelled by it, with all of their runs locked.
+        """The transaction. Again when something is locked, around it; and when nodes that nobody could foresee turn
+        out to be cancelled by it, with all of their runs locked.
         """
         step_over, all_runs = self._pooler, False
         while True:
@@ -248,6 +248,13 @@ class Settler:
             await cur.execute(self._sql["complete_steps"], _complete(steps, closed, step_over))
             return {row[0]: (row[1], row[2]) for row in await cur.fetchall()}
         sinks = {o.step.run_id for o in nodes if all_runs or o.step.sink}
+        if not (steps or failed or expanded or others):
+            cur = conn.cursor(binary=True)
+            params = {**_complete(nodes, closed, step_over), "runs": sorted(sinks)}
+            await cur.execute(self._sql["complete_nodes"], params)
+            left: Left = {}
+            await self._read(conn, await cur.fetchall(), left)
+            return left
         runs = sinks.union(o.step.run_id for o in failed).union(o.step.run_id for o in expanded)
         cursors: list[psycopg.AsyncCursor[tuple[Any, ...]]] = []
 
@@ -273,21 +280,29 @@ class Settler:
             for outcome in expanded:
                 await send("expand_map", _expand(outcome))
         # Not inside: to fetch there would wait for the rows first and only then send the sync, a round trip more.
-        left: Left = {}
-        made = 0
+        left = {}
+        rows: list[tuple[Any, ...]] = []
         for n, cur in enumerate(cursors):
-            for row in await cur.fetchall():
-                if n < plain:
-                    left[row[0]] = row[1], row[2]
-                elif row[1] is None:
-                    made += row[0]
-                else:
-                    left[row[1]] = row[2], row[3]
+            found = await cur.fetchall()
+            if n < plain:
+                left |= {row[0]: (row[1], row[2]) for row in found}
+            else:
+                rows += found
+        await self._read(conn, rows, left)
+        return left
+
+    async def _read(self, conn: Connection, rows: list[tuple[Any, ...]], left: Left) -> None:
+        """What the functions for nodes answer: how many steps they made available, and which were not written."""
+        made = 0
+        for more, step, state, claim in rows:
+            if step is None:
+                made += more
+            else:
+                left[step] = state, claim
         if made:
             self._on_ready(made)
             if made > 1 and self._quiet.broken():  # one this worker takes itself; others may be idle
                 await conn.execute(self._sql["wake_sleepers"], {"channel": self._sql.channel, "now": None})
-        return left
 
     def _book(self, outcomes: list[Outcome], closed: list[int], left: Left, seconds: float) -> None:
         """Tells what came of each outcome."""

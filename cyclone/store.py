@@ -47,8 +47,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """The ids of what was stored, in the order of the inputs, and whether `wake` should follow the commit. `created` says
-    which are new; None: all.
+    """The ids of what was stored, in the order of the inputs, and whether `wake` should follow the commit. `created`
+    says which are new; None: all.
     """
 
     ids: Sequence[str]

@@ -140,7 +140,9 @@ def run_filter(
 
 
 def runs(statements: db.Statements, wanted: RunFilter) -> Plan[Page[RunInfo]]:
-    """A page of the runs of workflows, newest first. Pages do not shift: a run that comes later is before all of them."""
+    """A page of the runs of workflows, newest first. Pages do not shift: a run that comes later is before all of
+    them.
+    """
     params = {**msgspec.structs.asdict(wanted), "limit": wanted.limit + 1}
     rows = yield Run(statements["view_runs"], params)
     found = [_run_info(row) for row in rows[: wanted.limit]]

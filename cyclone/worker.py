@@ -499,8 +499,8 @@ class Worker:
         return self.options.poll_interval_s * spread * (10.0 if self._pipe is not None else 1.0)
 
     def _reconcile_s(self, connected: float) -> float:
-        """How often to compare claims with the database. Rarely in a pool that is idle: there may be many workers, and a
-        sweeper looks after isolated steps.
+        """How often to compare claims with the database. Rarely in a pool that is idle: there may be many workers,
+        and a sweeper looks after isolated steps.
         """
         calm = self._pipe is not None and not self._open_claims and time.monotonic() - connected > _CALM_S
         return _RECONCILE_S * (6.0 if calm else 1.0)

@@ -371,9 +371,11 @@ END $cyclone$;
 -- Completes nodes of runs, each fenced by its claim, and advances their runs. `runs` are those to lock: of the nodes whose
 -- end may end their run. Returns the exceptions, as complete_steps does, in a row with how many steps became available.
 --
--- With `step_over` it waits for nobody: what somebody has locked, a node, its run or a child of it, is left out.
+-- With `step_over` it waits for nobody: what somebody has locked, a node, its run or a child of it, is left out. The claim rows
+-- that are `closed` go along, so that a batch of nodes is one statement: in a pipeline the locks of a join that many workers
+-- count down would be held while a worker that has no processor just then gets round to sending the end of it.
 CREATE FUNCTION {schema}.cyclone_complete_nodes(
-    ids bigint[], claims bigint[], outputs text[], runs bigint[], step_over boolean, test_now timestamptz
+    ids bigint[], claims bigint[], outputs text[], closed bigint[], runs bigint[], step_over boolean, test_now timestamptz
 ) RETURNS TABLE (made integer, id bigint, state text, claim bigint) LANGUAGE plpgsql AS $cyclone$
 #variable_conflict use_column
 DECLARE
@@ -384,6 +386,10 @@ DECLARE
     sinks bigint[];
     ready integer;
 BEGIN
+    IF closed <> '{}' THEN
+        DELETE FROM {schema}.cyclone_claims c WHERE c.id IN (
+            SELECT o.id FROM {schema}.cyclone_claims o WHERE o.id = ANY(closed) FOR UPDATE SKIP LOCKED);
+    END IF;
     IF step_over THEN
         PERFORM set_config('lock_timeout', '100ms', true);
         free := {schema}.cyclone_free_nodes(ids, runs);
@@ -449,7 +455,7 @@ BEGIN
         RETURN FOUND;
     END IF;
     PERFORM FROM {schema}.cyclone_complete_nodes(
-        ARRAY[step], ARRAY[own_claim], ARRAY[new_output], ARRAY[run], false, test_now) c WHERE c.id IS NOT NULL;
+        ARRAY[step], ARRAY[own_claim], ARRAY[new_output], '{}', ARRAY[run], false, test_now) c WHERE c.id IS NOT NULL;
     RETURN NOT FOUND;
 END $cyclone$;
 

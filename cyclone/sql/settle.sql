@@ -92,8 +92,8 @@ SELECT id FROM {schema}.cyclone_runs WHERE id = ANY(%(runs)b::bigint[]) ORDER BY
 -- name: complete_nodes
 -- The second migration says how. Runs are locked first when there are any.
 SELECT made, id, state, claim FROM {schema}.cyclone_complete_nodes(
-    %(ids)b::bigint[], %(claims)b::bigint[], %(outputs)b::text[], %(runs)b::bigint[], %(step_over)s::boolean,
-    %(now)s::timestamptz);
+    %(ids)b::bigint[], %(claims)b::bigint[], %(outputs)b::text[], %(closed)s::bigint[], %(runs)b::bigint[],
+    %(step_over)s::boolean, %(now)s::timestamptz);
 
 -- name: fail_nodes
 SELECT made, id, state, claim FROM {schema}.cyclone_fail_nodes(

@@ -113,7 +113,8 @@ def test_the_connection_is_as_it_was(dsn: str, connection: Any) -> None:
     def looks() -> list[object]:
         driver = connection.connection
         return [
-            driver.autocommit, driver.row_factory, driver.cursor_factory, driver.prepare_threshold, driver.isolation_level,
+            driver.autocommit, driver.row_factory, driver.cursor_factory, driver.prepare_threshold,
+            driver.isolation_level,
             driver.info.transaction_status, connection.savepoint_ids, connection.needs_rollback,
         ]  # fmt: skip
 

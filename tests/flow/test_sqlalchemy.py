@@ -154,7 +154,8 @@ async def test_async(dsn: str, conn: Conn, engine: sa.Engine, sort: str, commit:
 def test_the_connection_is_as_it_was(dsn: str, engine: sa.Engine) -> None:
     def looks(driver: Any) -> list[object]:
         return [
-            driver.autocommit, driver.row_factory, driver.cursor_factory, driver.prepare_threshold, driver.isolation_level,
+            driver.autocommit, driver.row_factory, driver.cursor_factory, driver.prepare_threshold,
+            driver.isolation_level,
             driver.info.transaction_status,
         ]  # fmt: skip
 

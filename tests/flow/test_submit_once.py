@@ -11,8 +11,8 @@ from typing import Any
 
 import factories
 import msgspec
-import psycopg
 import proxy
+import psycopg
 import pytest
 
 import cyclone
@@ -219,7 +219,8 @@ async def test_a_run_keeps_its_key_in_every_state(dsn: str, conn: Conn) -> None:
             assert await done.wait(10) is RunState.COMPLETED
             assert await failed.wait(10) is RunState.FAILED
         for run, key, id in (
-            (running, "running", "a"), (cancelled, "cancelled", "a"), (done, "completed", "a"), (failed, "failed", "bad"),
+            (running, "running", "a"), (cancelled, "cancelled", "a"), (done, "completed", "a"),
+            (failed, "failed", "bad"),
         ):  # fmt: skip
             assert await order.submit_once(client, key, Order(id)) == (run, False)
         assert await failed.state() is RunState.FAILED
