@@ -1,8 +1,9 @@
 """A demonstration on real work: checks every installed Python package, file by file, and kills a worker on the way.
 
-Each file that an installed distribution lists with a hash is one step. The step hashes the file and writes its verdict
-on the completion transaction, so the verdict commits with the step or not at all. Halfway through, a worker gets
-SIGKILL. If everything holds, there is exactly one verdict for each step afterwards; the table of verdicts has no unique
+Each distribution is a run of a workflow: list its files, a step for each of them, one verdict on the whole, and a
+report, which is the typed result. A step hashes its file and writes the verdict on the completion transaction, so the
+verdict commits with the step or not at all. Halfway through, a worker gets SIGKILL. If everything holds, there is
+exactly one verdict for each file and for each distribution afterwards; the tables of verdicts have no unique
 constraint that would hide a second one.
 
     python -m cyclone.demo             on an embedded PostgreSQL that is gone afterwards
@@ -27,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ import msgspec
 import psycopg
 from psycopg.sql import SQL, Identifier
 
-from . import client, config, db, embedded, migrate, registry
+from . import client, config, db, embedded, graph, migrate, registry
 from .errors import CycloneError
 
 if TYPE_CHECKING:
@@ -60,6 +61,63 @@ class File(msgspec.Struct, frozen=True):
     round: int
 
 
+class Distribution(msgspec.Struct, frozen=True):
+    """So many of the files of an installed distribution. `tampered` is a changed copy to take for the first of them."""
+
+    name: str
+    files: int
+    round: int
+    tampered: str | None = None
+
+
+class Findings(msgspec.Struct, frozen=True):
+    """The verdicts on all files of a distribution, in their order."""
+
+    name: str
+    round: int
+    verdicts: list[str]
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """The report on one distribution: the result of its run."""
+
+    name: str
+    intact: bool
+    counts: dict[str, int]
+
+
+@registry.step("list_files", max_attempts=3)
+async def list_files(ctx: Context, distribution: Distribution) -> list[File]:
+    """The files that a distribution lists with their hashes."""
+    found = _files_of(importlib.metadata.distribution(distribution.name))[: distribution.files]
+    found = [msgspec.structs.replace(file, round=distribution.round) for file in found]
+    if distribution.tampered is not None:
+        found[0] = msgspec.structs.replace(found[0], path=distribution.tampered)
+    return found
+
+
+@registry.step("judge", max_attempts=3)
+async def judge(ctx: Context, findings: Findings) -> bool:
+    """Whether a distribution is what it was when it was installed; written like the verdicts on its files."""
+    intact = set(findings.verdicts) <= {"matched"}
+    tx = await ctx.completion_tx()
+    await tx.execute(ctx.state.judge, (int(ctx.run_id), findings.round, findings.name, intact))
+    return intact
+
+
+class Judged(msgspec.Struct, frozen=True):
+    """What the report is made of."""
+
+    findings: Findings
+    intact: bool
+
+
+@registry.step("report", max_attempts=3)
+async def report(ctx: Context, judged: Judged) -> Summary:
+    """The report on one distribution."""
+    return Summary(judged.findings.name, judged.intact, dict(Counter(judged.findings.verdicts)))
+
+
 @registry.step("audit", max_attempts=3)
 async def audit(ctx: Context, file: File) -> str:
     """Hashes a file and writes the verdict, in the transaction that completes the step."""
@@ -69,12 +127,25 @@ async def audit(ctx: Context, file: File) -> str:
     return verdict
 
 
+@graph.workflow("audit_distribution")
+def audit_distribution(g: graph.Graph[Distribution]) -> graph.Node[Summary]:
+    """List the files, judge each, judge the whole, report."""
+    files = g.run(list_files, g.input)
+    verdicts = g.map(audit, files.output, max_items=100_000)
+    findings = Findings(g.input.name, g.input.round, verdicts.output)
+    verdict = g.run(judge, findings)
+    return g.run(report, Judged(findings, verdict.output))
+
+
 @registry.lifespan
 async def statements(state: registry.State) -> AsyncGenerator[None]:
-    """What a worker prepares once: the statement, with the schema that the pool was started for."""
+    """What a worker prepares once: the statements, with the schema that the pool was started for."""
     schema = config.settings({}, names=("schema",)).get("schema", "public")
     state.insert = (
         SQL("INSERT INTO {}.demo_verdicts VALUES (%s, %s, %s, %s, %s)").format(Identifier(schema)).as_bytes(None)
+    )
+    state.judge = (
+        SQL("INSERT INTO {}.demo_distributions VALUES (%s, %s, %s, %s)").format(Identifier(schema)).as_bytes(None)
     )
     yield
 
@@ -100,8 +171,11 @@ def _hash(file: File) -> str:
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What the demonstration found. `exact`: there is one verdict for each step and no other."""
+    """What the demonstration found. `exact`: there is one verdict for each file and each distribution and no other."""
 
+    distributions: int
+    runs: int
+    intact: int
     files: int
     steps: int
     verdicts: int
@@ -147,13 +221,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(least_steps: int, limit: int | None, *, tamper: bool) -> Report:
     with contextlib.ExitStack() as stack:
-        files = _installed_files()[:limit]
+        installed = _installed(limit)
+        files = sum(one.files for one in installed)
         if not files:
             raise CycloneError("no installed distribution lists its files with hashes, so there is nothing to check")
         if tamper:
-            files[0] = _tampered(stack, files[0])
+            copy = _tampered(stack, _files_of(importlib.metadata.distribution(installed[0].name))[0])
+            installed[0] = msgspec.structs.replace(installed[0], tampered=copy.path)
         # Again from the first file, until there are enough.
-        total = max(least_steps, len(files))
+        total = max(least_steps, files)
+        runs: list[Distribution] = []
+        for number in range(1, -(-total // files) + 1):
+            runs += _first(installed, total - (number - 1) * files, number)
         dsn = config.settings({}, names=("dsn",)).get("dsn")
         if dsn is None:
             _say("starting an embedded PostgreSQL")
@@ -162,26 +241,50 @@ def _run(least_steps: int, limit: int | None, *, tamper: bool) -> Report:
         conn = stack.enter_context(db.connect_sync(dsn, application_name="cyclone demo"))
         conn.execute(f"SET search_path = {schema}".encode())
         conn.execute("CREATE TABLE demo_verdicts (run_id bigint, node text, round integer, path text, verdict text)")
+        conn.execute("CREATE TABLE demo_distributions (run_id bigint, round integer, name text, intact boolean)")
 
-        _say(f"enqueueing {total:,} steps for {len(files):,} files")
+        _say(f"submitting {len(runs):,} runs for {len(installed):,} distributions with {files:,} files")
         with client.SyncClient(dsn, schema=schema) as submitter:
-            for number, start in enumerate(range(0, total, len(files)), start=1):
-                some = files[: total - start]
-                audit.enqueue_many(submitter, [msgspec.structs.replace(file, round=number) for file in some])
+            audit_distribution.submit_many(submitter, runs)
 
         pool = stack.enter_context(contextlib.closing(_Pool(dsn, schema)))
         killed_pid, killed_after = _watch(conn, pool, total)
         pool.stop()
-        return _report(conn, files=len(files), total=total, killed_pid=killed_pid, killed_after=killed_after)
+        return _report(
+            conn,
+            distributions=len(installed),
+            runs=len(runs),
+            files=files,
+            total=total,
+            killed_pid=killed_pid,
+            killed_after=killed_after,
+        )
 
 
-def _installed_files() -> list[File]:
+def _installed(limit: int | None = None) -> list[Distribution]:
+    """What is installed and lists its files with hashes; with a limit no more files than that."""
+    names = dict.fromkeys(one.metadata["Name"] for one in importlib.metadata.distributions())
+    counted = [Distribution(name, len(_files_of(importlib.metadata.distribution(name))), 0) for name in names if name]
+    found = [one for one in counted if one.files]
+    return found if limit is None else _first(found, limit, 0)
+
+
+def _first(installed: Sequence[Distribution], files: int, number: int) -> list[Distribution]:
+    """The distributions that have the first so many files, for one round."""
+    found: list[Distribution] = []
+    for one in installed:
+        if files > 0:
+            found.append(msgspec.structs.replace(one, files=min(one.files, files), round=number))
+        files -= one.files
+    return found
+
+
+def _files_of(distribution: importlib.metadata.Distribution) -> list[File]:
     found: dict[str, File] = {}
-    for distribution in importlib.metadata.distributions():
-        for file in distribution.files or ():
-            if file.hash is not None and file.hash.mode in hashlib.algorithms_available:
-                path = os.path.normpath(str(distribution.locate_file(file)))
-                found[path] = File(path, file.hash.mode, file.hash.value, 0)
+    for file in distribution.files or ():
+        if file.hash is not None and file.hash.mode in hashlib.algorithms_available:
+            path = os.path.normpath(str(distribution.locate_file(file)))
+            found[path] = File(path, file.hash.mode, file.hash.value, 0)
     return list(found.values())
 
 
@@ -321,9 +424,16 @@ def _busiest(conn: psycopg.Connection[tuple[Any, ...]]) -> int | None:
 
 
 def _report(
-    conn: psycopg.Connection[tuple[Any, ...]], *, files: int, total: int, killed_pid: int, killed_after: int
+    conn: psycopg.Connection[tuple[Any, ...]],
+    *,
+    distributions: int,
+    runs: int,
+    files: int,
+    total: int,
+    killed_pid: int,
+    killed_after: int,
 ) -> Report:
-    steps = _number(conn, "SELECT count(*) FROM cyclone_steps")
+    steps = _number(conn, "SELECT count(*) FROM cyclone_steps WHERE kind = 'audit'")
     verdicts = _number(conn, "SELECT count(*) FROM demo_verdicts")
     # Both ways: a verdict for each completed step, and neither a second one nor one of a step that did not complete.
     once = _number(
@@ -341,11 +451,22 @@ def _report(
                   percentile_cont(0.5) WITHIN GROUP (ORDER BY extract(epoch FROM started_at - ready_at)::float8),
                   percentile_cont(0.99) WITHIN GROUP (ORDER BY extract(epoch FROM started_at - ready_at)::float8),
                   count(*) FILTER (WHERE reclaims > 0)
-           FROM cyclone_steps"""
+           FROM cyclone_steps WHERE kind = 'audit'"""
     ).fetchall()[0]
     buried = _number(conn, "SELECT count(*) FROM cyclone_lives WHERE ended_at IS NOT NULL AND pid = %s", killed_pid)
-    exact = steps == verdicts == once == total
+    # A run that ended, and the one verdict on its distribution.
+    ended = _number(
+        conn,
+        """SELECT count(*) FROM cyclone_runs r JOIN (
+               SELECT run_id FROM demo_distributions GROUP BY 1 HAVING count(*) = 1) d ON d.run_id = r.id
+           WHERE r.state = 'completed'""",
+    )
+    judged = _number(conn, "SELECT count(*) FROM demo_distributions")
+    exact = steps == verdicts == once == total and ended == judged == runs
     return Report(
+        distributions=distributions,
+        runs=ended,
+        intact=_number(conn, "SELECT count(DISTINCT name) FROM demo_distributions WHERE intact"),
         files=files,
         steps=steps,
         verdicts=verdicts,
@@ -405,15 +526,17 @@ def _print(report: Report) -> None:
     crash += "survived" if report.survived else "NOT survived"
     again = f"{report.executed_again:,} steps were executed again; {report.workers_started} workers in all"
     for name, value in (
+        ("distributions", f"{report.distributions:,}, {report.intact:,} of them intact"),
+        ("runs", f"{report.runs:,} completed"),
         ("files", f"{report.files:,}"),
         ("steps", f"{report.steps:,}"),
-        ("verdicts", f"{report.verdicts:,}: " + ("each step exactly one" if report.exact else "NOT one for each step")),
+        ("verdicts", f"{report.verdicts:,}: " + ("each file exactly one" if report.exact else "NOT one for each file")),
         ("matched", f"{report.matched:,}"),
         ("mismatched", f"{report.mismatched:,}"),
         ("missing", f"{report.missing:,}"),
         ("unreadable", f"{report.unreadable:,}"),
         ("steps per second", f"{report.steps_per_second:,.0f}"),
-        ("time in queue", f"p50 {report.wait_p50_s:.2f} s, p99 {report.wait_p99_s:.2f} s (all were enqueued at once)"),
+        ("time in queue", f"p50 {report.wait_p50_s:.2f} s, p99 {report.wait_p99_s:.2f} s (as the lists of files come)"),
         ("crash", crash),
         ("", again),
     ):

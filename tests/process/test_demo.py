@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import importlib.metadata
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -64,6 +66,7 @@ def test_each_file_gets_one_verdict_though_a_worker_is_killed(start: Start, empt
     report = json.loads(out)
     assert (report["files"], report["steps"], report["verdicts"]) == (300, 1500, 1500)
     assert report["exact"] and report["survived"]
+    assert report["runs"] == report["distributions"] * 5 and 0 < report["intact"] <= report["distributions"]
     assert 750 <= report["killed_after"] < 1500
     # One file was tampered with. What else differs in this installation is no concern of this test.
     assert report["mismatched"] >= 5 and report["mismatched"] % 5 == 0
@@ -124,9 +127,13 @@ def test_the_verdict_on_a_file(tmp_path: Path, size: int) -> None:
 
 
 def test_the_files_of_what_is_installed() -> None:
-    files = demo._installed_files()
-    assert len(files) > 1_000 and len({file.path for file in files}) == len(files)
+    installed = demo._installed()
+    assert sum(one.files for one in installed) > 1_000 and len({one.name for one in installed}) == len(installed)
+    files = demo._files_of(importlib.metadata.distribution(installed[0].name))
+    assert len(files) == installed[0].files and len({file.path for file in files}) == len(files)
     assert all(os.path.isabs(file.path) for file in files)
+    some = demo._installed(installed[0].files + 1)
+    assert [one.files for one in some] == [installed[0].files, 1]
 
 
 @pytest.mark.parametrize(
@@ -137,6 +144,9 @@ def test_the_files_of_what_is_installed() -> None:
         "UPDATE demo_verdicts SET run_id = 2 WHERE run_id = 1",
         "UPDATE demo_verdicts SET node = 'other' WHERE run_id = 1",
         "UPDATE cyclone_steps SET state = 'discarded' WHERE id = 1",
+        "INSERT INTO demo_distributions SELECT * FROM demo_distributions",
+        "DELETE FROM demo_distributions",
+        "UPDATE cyclone_runs SET state = 'failed' WHERE id = 9",
     ],
 )
 def test_one_verdict_too_many_or_too_few_is_noticed(dsn: str, conn: psycopg.Connection, damage: str) -> None:
@@ -147,7 +157,15 @@ def test_one_verdict_too_many_or_too_few_is_noticed(dsn: str, conn: psycopg.Conn
            SELECT i, i, 'completed', 'audit', 'audit', '1', 1, now(), now(), now() FROM generate_series(1, 4) i"""
     )
     conn.execute("INSERT INTO demo_verdicts SELECT id, node, 1, 'p', 'matched' FROM cyclone_steps")
-    assert demo._report(conn, files=4, total=4, killed_pid=1, killed_after=2).exact
+    conn.execute("CREATE TABLE demo_distributions (run_id bigint, round integer, name text, intact boolean)")
+    conn.execute(
+        "INSERT INTO cyclone_runs (id, workflow, input, state, finished_at) VALUES (9, 'w', '1', 'completed', now())"
+    )
+    conn.execute("INSERT INTO demo_distributions VALUES (9, 1, 'd', true)")
+    figures: dict[str, Any] = {
+        "distributions": 1, "runs": 1, "files": 4, "total": 4, "killed_pid": 1, "killed_after": 2,
+    }  # fmt: skip
+    assert demo._report(conn, **figures).exact
     conn.execute(damage.encode())
-    report = demo._report(conn, files=4, total=4, killed_pid=1, killed_after=2)
+    report = demo._report(conn, **figures)
     assert not report.exact and not report.survived
