@@ -29,6 +29,19 @@ async def noop(ctx: cyclone.Context, message: Message) -> None:
     common.hit(message.seq)
 
 
+@cyclone.step("carry", registry=handlers)
+async def carry(ctx: cyclone.Context, message: Message) -> Message:
+    common.hit(message.seq)
+    return message
+
+
+@cyclone.workflow("abc", registry=handlers)
+def abc(g: cyclone.Graph[Message]) -> cyclone.Node[Message]:
+    first = g.run(carry, g.input)
+    second = g.run(carry, first.output)
+    return g.run(carry, second.output)
+
+
 def payload(seq: int) -> Message:
     return Message(**common.payload(seq))
 
@@ -41,6 +54,13 @@ async def bulk(n: int) -> float:
     async with cyclone.Client(common.DSN) as client:
         with common.stopwatch() as watch:
             await noop.enqueue_many(client, map(payload, range(n)))
+    return watch.seconds
+
+
+async def bulk_runs(n: int) -> float:
+    async with cyclone.Client(common.DSN) as client:
+        with common.stopwatch() as watch:
+            await abc.submit_many(client, map(payload, range(n)))
     return watch.seconds
 
 
@@ -58,4 +78,12 @@ async def worker() -> None:
     await cyclone.Worker(common.DSN, handlers, concurrency=CONCURRENCY).run()
 
 
-common.main("cyclone-jobs", schema=schema, bulk=bulk, enqueuer=enqueuer, worker=worker)
+common.main(
+    "cyclone-jobs",
+    schema=schema,
+    bulk=bulk,
+    enqueuer=enqueuer,
+    worker=worker,
+    bulkwf=bulk_runs,
+    workerwf=worker,
+)

@@ -84,6 +84,33 @@ async def stamp(ctx: cyclone.Context, got: Message) -> None:
     _counts[_slot] += 1
 
 
+@cyclone.step("gather", registry=handlers)
+async def gather(ctx: cyclone.Context, got: list[Message]) -> int:
+    _counts[_slot] += 1
+    return len(got)
+
+
+@cyclone.step("list", registry=handlers)
+async def listed(ctx: cyclone.Context, count: int) -> list[Message]:
+    _counts[_slot] += 1
+    return [message(seq) for seq in range(count)]
+
+
+@cyclone.workflow("chain", registry=handlers)
+def chain(g: cyclone.Graph[Message]) -> cyclone.Node[Message]:
+    """Three steps, each with the output of the one before."""
+    first = g.run(echo, g.input)
+    second = g.run(echo, first.output)
+    return g.run(echo, second.output)
+
+
+@cyclone.workflow("fan", registry=handlers)
+def fan(g: cyclone.Graph[int]) -> cyclone.Node[int]:
+    """A step for each item of a list, and one for all of their outputs."""
+    items = g.run(listed, g.input)
+    return g.run(gather, g.map(echo, items.output).output)
+
+
 @handlers.lifespan
 async def begin_together(state: cyclone.State) -> AsyncIterator[None]:
     _take_slot()
