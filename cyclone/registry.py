@@ -230,6 +230,8 @@ class Step(Generic[In, Out]):
     ) -> None:
         self.fn = fn
         self.name = config.name("the name of a step", default_name(fn) if name is None else name)
+        if self.name == MAP:
+            raise InvalidOptionError(f"the name {MAP!r} is the engine's own")
         self.action = action
         self.options = options
         self.settings = _settings(self.name, options)
@@ -809,6 +811,10 @@ def redact(fn: RedactFn) -> Redaction:
     is replaced by a marker and the step's outcome stays what it was.
     """
     return Redaction(fn)
+
+
+MAP = "cyclone.map"
+"""The kind of the step that a map is until its items exist. Every worker knows it."""
 
 
 class WorkflowBase:

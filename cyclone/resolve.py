@@ -15,10 +15,9 @@ import psycopg
 
 from . import db, graph
 from .model import Claimed, Failure, Outcome, StepError, Verb
+from .registry import MAP
 from .states import ErrorKind
 
-MAP = "cyclone.map"
-"""The kind of the step that a map is until its items exist. Every worker knows it."""
 MAP_VERSION = 1
 
 _RUN_INPUT = -1

@@ -315,7 +315,7 @@ class Worker:
                 await self._stopping.wait()
 
     def _make_keeper(self, loop: asyncio.AbstractEventLoop) -> lease.Keeper:
-        pairs = sorted([*self._handlers, (resolve.MAP, resolve.MAP_VERSION)])
+        pairs = sorted([*self._handlers, (registry.MAP, resolve.MAP_VERSION)])
 
         def soon(function: Callable[..., None]) -> Callable[..., None]:
             def call(*args: Any) -> None:

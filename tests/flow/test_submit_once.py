@@ -76,7 +76,7 @@ def runs(conn: Conn) -> int:
     return factories.count(conn, "cyclone_runs")
 
 
-@pytest.mark.contract("U2", "U3", "U5", "U17")
+@pytest.mark.contract("U2", "U3", "U5", "U17", "U44")
 def test_the_first_call_makes_the_run_and_others_find_it(client: SyncClient, conn: Conn) -> None:
     run, created = order.submit_once(client, "k", Order("a"))
     again, created_again = cyclone.submit_once(client, order, "k", Order("a"))

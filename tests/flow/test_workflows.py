@@ -648,7 +648,7 @@ async def test_a_discarded_node_of_a_late_run_needs_a_new_deadline(dsn: str) -> 
 # Submitting and looking
 
 
-@pytest.mark.contract("S1", "S2", "S3", "S4", "S8")
+@pytest.mark.contract("S1", "S2", "S3", "S4", "S8", "Q1")
 async def test_options_of_a_submission(dsn: str, conn: Conn) -> None:
     async with Client(dsn) as client:
         options: dict[str, Any] = {"priority": 2, "queue": "mail", "tags": ["x"], "metadata": {"a": 1}, "keep_for": 60}
@@ -734,7 +734,7 @@ async def test_runs_are_listed_in_pages_that_do_not_shift(dsn: str) -> None:
                 await client.list_runs(**wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.contract("I1")
+@pytest.mark.contract("I1", "U6")
 async def test_sync_clients_and_handlers_have_the_same(dsn: str) -> None:
     started: list[str] = []
 

@@ -343,6 +343,11 @@ def test_a_workflow_has_a_result_or_none() -> None:
     assert without.name == f"{__name__}.without" and without.input_type is None
 
 
+def test_the_engine_s_own_kind_is_no_name_for_a_step() -> None:
+    with pytest.raises(cyclone.InvalidOptionError, match="engine's own"):
+        cyclone.step("cyclone.map")(lambda ctx: None)
+
+
 def test_a_registry_has_the_steps_of_its_workflows() -> None:
     handlers = cyclone.Registry()
 
