@@ -29,11 +29,14 @@ async def connection(tx: Any, who: str) -> psycopg.AsyncConnection[Any]:
     found: Any = tx
     library: Any = sys.modules.get("sqlalchemy.ext.asyncio")
     if library is not None:
-        if isinstance(found, library.AsyncSession | library.async_scoped_session):
+        if isinstance(found, library.async_scoped_session):
+            found = found()
+        if isinstance(found, library.AsyncSession):
+            _check_begins(found.sync_session)
             found = await found.connection()
         if isinstance(found, library.AsyncConnection):
             _check_begun(found)
-            found = (await found.get_raw_connection()).driver_connection
+            found = _lent_by((await found.get_raw_connection()).driver_connection)
     if not _is(found, psycopg.AsyncConnection):
         _refuse(tx, found, who, _ASYNC)
     _check_in_transaction(found)
@@ -45,11 +48,14 @@ def connection_sync(tx: Any, who: str) -> psycopg.Connection[Any]:
     found: Any = tx
     core: Any = sys.modules.get("sqlalchemy.engine")
     orm: Any = sys.modules.get("sqlalchemy.orm")
-    if orm is not None and isinstance(found, orm.Session | orm.scoped_session):
+    if orm is not None and isinstance(found, orm.scoped_session):
+        found = found()
+    if orm is not None and isinstance(found, orm.Session):
+        _check_begins(found)
         found = found.connection()
     if core is not None and isinstance(found, core.Connection):
         _check_begun(found)
-        found = found.connection.driver_connection
+        found = _lent_by(found.connection.driver_connection)
     django: Any = sys.modules.get("django.db.backends.base.base")
     # What programs import as `django.db.connection` only stands for the connection, and hands on its methods.
     if django is not None and type(found).__name__ == "ConnectionProxy":
@@ -59,6 +65,10 @@ def connection_sync(tx: Any, who: str) -> psycopg.Connection[Any]:
             raise TransactionRequiredError(
                 "Django's connection is in autocommit; call this inside transaction.atomic()"
             )
+        # What Django's own cursors check. The second refuses a block that will be rolled back without an error,
+        # whatever is done in it: nobody may believe that something was stored there.
+        found.validate_thread_sharing()
+        found.validate_no_broken_transaction()
         found = found.connection
     if not _is(found, psycopg.Connection):
         _refuse(tx, found, who, _SYNC)
@@ -73,6 +83,16 @@ def _is(found: object, kind: type[Any]) -> bool:
 def _refuse(tx: object, found: object, who: str, accepted: str) -> NoReturn:
     driver = f" over {type(found).__module__}.{type(found).__name__}" if found is not tx else ""
     raise TypeError(f"a {who} takes {accepted}, in a transaction; not {type(tx).__name__}{driver}")
+
+
+def _lent_by(driver: Any) -> Any:
+    """The connection itself, where cyclone.ext has put another in front of it."""
+    return getattr(driver, "__cyclone_connection__", driver)
+
+
+def _check_begins(session: Any) -> None:
+    if not session.autobegin and not session.in_transaction():
+        raise TransactionRequiredError("the session is in no transaction and begins none by itself; call `begin()`")
 
 
 def _check_begun(conn: Any) -> None:

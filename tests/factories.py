@@ -196,6 +196,38 @@ async def take(conn: AsyncConn, life: int, room: int = 100, queues: Sequence[str
     return steps
 
 
+# All that a session may have been changed in, as one row. The settings of plpgsql appear with its first use.
+SESSION_STATE = """
+SELECT (SELECT json_object_agg(name, setting ORDER BY name)::text FROM pg_settings
+        WHERE name !~ '^(plpgsql[.]|transaction_)') AS settings,
+       (SELECT count(*) FROM pg_prepared_statements) AS prepared,
+       (SELECT count(*) FROM pg_cursors) AS cursors,
+       (SELECT count(*) FROM pg_locks WHERE locktype = 'advisory') AS locks,
+       (SELECT count(*) FROM pg_listening_channels()) AS channels,
+       (SELECT count(*) FROM pg_class WHERE relpersistence = 't') AS temporary
+"""
+
+
+def driver_state(conn: Conn | AsyncConn) -> dict[str, Any]:
+    """All that a connection may have been changed in on our side."""
+    return {
+        "autocommit": conn.autocommit,
+        "row_factory": conn.row_factory,
+        "cursor_factory": conn.cursor_factory,
+        "isolation_level": conn.isolation_level,
+        "read_only": conn.read_only,
+        "deferrable": conn.deferrable,
+        "prepare_threshold": conn.prepare_threshold,
+        "loaders": [
+            conn.adapters.get_loader(psycopg.adapters.types[name].oid, format)
+            for name in ("jsonb", "timestamptz", "text", "int8")
+            for format in (psycopg.pq.Format.TEXT, psycopg.pq.Format.BINARY)
+        ],
+        "status": conn.info.transaction_status,
+        "encoding": conn.info.encoding,
+    }
+
+
 async def deliver(
     dsn: str, *outcomes: Outcome, batch: int = 500, hook: events.Hook | None = None
 ) -> list[tuple[Outcome, bool]]:

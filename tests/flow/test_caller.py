@@ -21,24 +21,8 @@ Conn = psycopg.Connection[Any]
 
 def settings(conn: Conn) -> dict[str, Any]:
     """All that a connection may have been changed in, on both sides."""
-    info = conn.info
-    # Those of plpgsql appear with its first use.
-    rows = conn.execute("SELECT name, setting FROM pg_settings WHERE name !~ '^(plpgsql[.]|transaction_)'").fetchall()
-    return {
-        "settings": {tuple(row.values()) for row in rows},
-        "prepared": conn.execute("SELECT count(*) AS n FROM pg_prepared_statements").fetchone(),
-        "locks": conn.execute("SELECT count(*) AS n FROM pg_locks WHERE locktype = 'advisory'").fetchone(),
-        "channels": conn.execute("SELECT count(*) AS n FROM pg_listening_channels()").fetchone(),
-        "temporary": conn.execute("SELECT count(*) AS n FROM pg_class WHERE relpersistence = 't'").fetchone(),
-        "autocommit": conn.autocommit,
-        "row_factory": conn.row_factory,
-        "cursor_factory": conn.cursor_factory,
-        "isolation_level": conn.isolation_level,
-        "prepare_threshold": conn.prepare_threshold,
-        "loaders": conn.adapters.get_loader(psycopg.adapters.types["jsonb"].oid, psycopg.pq.Format.TEXT),
-        "status": info.transaction_status,
-        "encoding": info.encoding,
-    }
+    row = conn.execute(factories.SESSION_STATE).fetchone()
+    return {**row, **factories.driver_state(conn)}
 
 
 @pytest.mark.contract("FM-058", "I4", "U11")

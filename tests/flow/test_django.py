@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -155,3 +157,83 @@ async def test_a_handler_completes_its_step_in_its_own_transaction(
         found = await client.get_step(handle.run_id, handle.node)
     assert (found.state.value, found.output) == (("completed", "done") if commit else ("discarded", None))
     assert factories.count(conn, "business") == commit
+
+
+@pytest.mark.contract("I3")
+def test_what_django_says_against_its_use_passes_through(dsn: str, conn: Conn, connection: Any) -> None:
+    client = SyncClient(dsn)
+    with transaction.atomic():
+        with pytest.raises(Undo), transaction.atomic(savepoint=False):
+            raise Undo
+        # It will be rolled back in silence, whatever comes.
+        with pytest.raises(transaction.TransactionManagementError):
+            post.enqueue_tx(client, connection, "a")
+    seen: list[BaseException] = []
+
+    def elsewhere(tx: Any) -> None:
+        try:
+            post.enqueue_tx(client, tx, "a")
+        except django_db.DatabaseError as exc:
+            seen.append(exc)
+
+    with transaction.atomic():
+        thread = threading.Thread(target=elsewhere, args=(django_db.connections["default"],))
+        thread.start()
+        thread.join()
+    assert "same thread" in str(seen[0])
+    assert counts(conn) == (0, 0, 0)
+
+
+@pytest.mark.contract("I3")
+def test_an_async_client_refuses_it(dsn: str, connection: Any) -> None:
+    step: Any = post
+    with pytest.raises(TypeError, match=r"a Client takes a psycopg.AsyncConnection, .* not ConnectionProxy"):
+        asyncio.run(step.enqueue_tx(cyclone.Client(dsn), connection, "a"))
+
+
+def test_transactions_by_hand(dsn: str, conn: Conn, connection: Any) -> None:
+    """Whoever takes autocommit away ends each transaction."""
+    transaction.set_autocommit(False)
+    post.enqueue_tx(SyncClient(dsn), connection, "a")
+    transaction.rollback()
+    post.enqueue_tx(SyncClient(dsn), connection, "b")
+    transaction.commit()
+    transaction.set_autocommit(True)
+    assert counts(conn) == (0, 1, 0)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"server_side_binding": True},
+    {"isolation_level": psycopg.IsolationLevel.SERIALIZABLE},
+    {"pool": {"min_size": 1, "max_size": 2}},
+]
+
+
+@pytest.mark.contract("I3", "I4")
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
+def test_nothing_is_left_on_the_connection(dsn: str, conn: Conn, connection: Any, options: dict[str, Any]) -> None:
+    def state() -> Any:
+        with connection.cursor() as cursor:
+            cursor.execute(factories.SESSION_STATE)
+            row = cursor.fetchone()
+        block = connection.in_atomic_block, connection.savepoint_ids[:], connection.needs_rollback
+        return row, block, connection.autocommit, factories.driver_state(connection.connection)
+
+    connection.settings_dict["OPTIONS"] = options
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute("SET statement_timeout = '12345ms'")
+            cursor.execute("SET search_path = pg_catalog, public")
+        outside = state()
+        with transaction.atomic(), transaction.atomic():
+            before = state()
+            for count in (1, 3):
+                post.enqueue_many_tx(SyncClient(dsn), connection, ["a"] * count)
+            assert state() == before
+            Business.objects.create(note="x")
+        assert state() == outside
+    finally:
+        connection.close()
+        connection.close_pool()
+        connection.settings_dict["OPTIONS"] = {}
+    assert counts(conn) == (1, 4, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import factories
 import psycopg
 import pytest
 import sqlalchemy as sa
+from factories import until
 from psycopg import conninfo
 from sqlalchemy import orm
 from sqlalchemy.ext import asyncio as sa_async
@@ -237,3 +239,101 @@ async def test_a_handler_completes_its_step_in_its_own_transaction(
                 found = await client.get_step(handle.run_id, handle.node)
                 assert (found.state.value, found.output) == (("completed", "done") if commit else ("discarded", None))
     assert factories.count(conn, "business") == (2 if commit else 0)
+
+
+@pytest.mark.contract("I3", "U41")
+async def test_a_session_that_begins_nothing_by_itself(dsn: str, conn: Conn, engine: sa.Engine) -> None:
+    with orm.Session(engine, autobegin=False) as session:
+        with pytest.raises(TransactionRequiredError, match="begin"):
+            mail.enqueue_tx(SyncClient(dsn), session, "a")
+        assert not session.in_transaction()
+        with session.begin():
+            mail.enqueue_tx(SyncClient(dsn), session, "a")
+    async with async_engine(dsn) as own, sa_async.AsyncSession(own, autobegin=False) as session_too:
+        with pytest.raises(TransactionRequiredError, match="begin"):
+            await mail.enqueue_tx(Client(dsn), session_too, "b")
+        scoped = sa_async.async_scoped_session(lambda: session_too, scopefunc=lambda: 1)  # type: ignore[arg-type]
+        async with session_too.begin():
+            session_too.add(Row(note="x"))
+            await mail.enqueue_tx(Client(dsn), scoped, "b")
+            assert session_too.new  # nothing of it was flushed
+    assert counts(conn) == (1, 2, 0)
+
+
+@pytest.mark.contract("I4")
+@pytest.mark.parametrize("level", [None, "SERIALIZABLE"])
+def test_nothing_is_left_on_the_connection(dsn: str, engine: sa.Engine, conn: Conn, level: Any) -> None:
+    with engine.execution_options(**({"isolation_level": level} if level else {})).connect() as tx:
+        raw: Any = tx.connection.driver_connection
+        tx.execute(sa.text("SET statement_timeout = '12345ms'"))
+        tx.execute(sa.text("SET search_path = pg_catalog"))
+        with tx.begin_nested() as savepoint:
+            before = tx.exec_driver_sql(factories.SESSION_STATE).one(), factories.driver_state(raw)
+            for count in (1, 3):
+                mail.enqueue_many_tx(SyncClient(dsn), tx, ["a"] * count)
+            assert (tx.exec_driver_sql(factories.SESSION_STATE).one(), factories.driver_state(raw)) == before
+            assert tx.get_nested_transaction() is savepoint and savepoint.is_active
+            with pytest.raises(sa.exc.OperationalError, match="savepoint"):
+                with tx.begin_nested():
+                    tx.exec_driver_sql("ROLLBACK TO SAVEPOINT cyclone")
+        tx.commit()
+        # And so it is after the commit.
+        assert (tx.exec_driver_sql(factories.SESSION_STATE).one(), factories.driver_state(raw)) == before
+    assert factories.count(conn, "cyclone_steps") == 4
+
+
+@pytest.mark.contract("I4")
+async def test_nothing_is_left_on_an_async_session(dsn: str, engine: sa.Engine, conn: Conn) -> None:
+    async with async_engine(dsn) as own, sa_async.AsyncSession(own) as session:
+
+        async def state() -> Any:
+            tx = await session.connection()
+            raw: Any = (await tx.get_raw_connection()).driver_connection
+            return (await tx.exec_driver_sql(factories.SESSION_STATE)).one(), factories.driver_state(raw)
+
+        await session.execute(sa.text("SET statement_timeout = '12345ms'"))
+        before = await state()
+        for count in (1, 3):
+            await mail.enqueue_many_tx(Client(dsn), session, ["a"] * count)
+        assert await state() == before
+        await session.commit()
+        assert await state() == before
+    assert factories.count(conn, "cyclone_steps") == 4
+
+
+@pytest.mark.contract("I3", "I4")
+async def test_a_cancelled_call_leaves_a_session_that_can_go_on(dsn: str, engine: sa.Engine, conn: Conn) -> None:
+    """Cancelled while its statement waits for a lock: the session is rolled back as after any error, and used again."""
+    made, client = factories.step(conn, state="discarded"), Client(dsn)
+    async with async_engine(dsn) as own, sa_async.AsyncSession(own) as session:
+        with psycopg.connect(dsn) as other:
+            other.execute("SELECT FROM cyclone_steps WHERE id = %s FOR UPDATE", (made.id,))
+            session.add(Row(note="lost"))
+            await session.flush()
+            waiting = asyncio.create_task(client.retry_tx(session, made.run_id, "noop"))
+            blocked = "pg_stat_activity WHERE wait_event_type = 'Lock'"
+            await until(lambda: factories.count(conn, blocked))
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            await until(lambda: not factories.count(conn, blocked))
+        await session.rollback()
+        await client.retry_tx(session, made.run_id, "noop")
+        await mail.enqueue_tx(client, session, "kept")
+        await session.commit()
+    assert factories.state(conn, made) == "available"
+    assert (factories.count(conn, "business"), factories.count(conn, "cyclone_steps")) == (0, 2)
+
+
+async def test_many_sessions_at_once(dsn: str, engine: sa.Engine, conn: Conn) -> None:
+    client = Client(dsn)
+    async with async_engine(dsn) as own:
+
+        async def one(number: int) -> None:
+            async with sa_async.AsyncSession(own) as session, session.begin():
+                session.add(Row(note=str(number)))
+                await session.flush()
+                await mail.enqueue_tx(client, session, str(number))
+
+        await asyncio.gather(*map(one, range(20)))
+    assert counts(conn) == (20, 20, 0)
