@@ -9,6 +9,7 @@ from typing import assert_type
 
 import psycopg
 import psycopg_pool
+from django.db import connection, connections
 from psycopg.rows import DictRow
 from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -16,6 +17,7 @@ from sqlalchemy.orm import Session
 
 import cyclone
 from cyclone import Context, Graph, Node, ProcessContext, SyncContext
+from cyclone.ext.sqlalchemy import bind, bind_sync
 
 
 @dataclass
@@ -187,7 +189,7 @@ def nothing(g: Graph[None]) -> None:
     g.run(tick)
 
 
-async def workflows(client: cyclone.Client, conn: psycopg.AsyncConnection, session: AsyncSession) -> None:
+async def workflows(client: cyclone.Client, conn: psycopg.AsyncConnection, session: AsyncSession, ctx: Context) -> None:
     order = Order("o-1", 4200)
     run = await checkout.submit(client, order, deadline=timedelta(hours=1), tags=["a"])
     assert_type(run, cyclone.ResultRun[Receipt])
@@ -211,6 +213,8 @@ async def workflows(client: cyclone.Client, conn: psycopg.AsyncConnection, sessi
     assert_type(await charge.enqueue(client, order, unique=cyclone.Unique("k")), cyclone.StepHandle[Receipt])
     await charge.enqueue_many(client, [order], unique=lambda one: str(one.id))
     await charge.enqueue_tx(client, session, order)
+    async with bind(ctx) as own:
+        assert_type(own, AsyncSession)
 
 
 def sync_workflows(
@@ -224,6 +228,12 @@ def sync_workflows(
     assert_type(cyclone.submit(client, checkout, order), cyclone.SyncResultRun[Receipt])
     assert_type(mapping.find(client, "k"), cyclone.SyncResultRun[int] | None)
     charge.enqueue_tx(client, conn, order, unique="k")
+    assert_type(charge.enqueue_tx(client, connection, order), cyclone.SyncStepHandle[Receipt])
+    assert_type(checkout.submit_tx(client, connections["jobs"], order), cyclone.SyncResultRun[Receipt])
+    client.retry_tx(connection, "1", "charge")
+    ctx.complete_in(connection)
+    with bind_sync(ctx) as own:
+        assert_type(own, Session)
 
 
 async def unit_tests_of_handlers(ctx: Context, sync_ctx: SyncContext) -> None:

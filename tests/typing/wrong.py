@@ -8,9 +8,14 @@ from datetime import datetime
 from typing import Any
 
 import psycopg
+from django.db import connection
+from sqlalchemy import Connection
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+from sqlalchemy.orm import Session
 
 import cyclone
 from cyclone import Context, Graph, Node, SyncContext
+from cyclone.ext.sqlalchemy import bind
 
 
 @dataclass
@@ -165,6 +170,37 @@ async def workflows(client: cyclone.Client, sync: cyclone.SyncClient, conn: psyc
     sync_n: int = checkout.submit(sync, Order("o-1")).result()  # error: a Receipt
     await charge.enqueue_many(client, [Order("o-1")], unique="k")  # error: a function
     print(n, sync_n)
+
+
+# In the caller's transaction
+
+
+async def joining(
+    client: cyclone.Client,
+    sync: cyclone.SyncClient,
+    tx: AsyncConnection,
+    orm: AsyncSession,
+    sync_tx: Connection,
+    sync_orm: Session,
+    ctx: Context,
+    sync_ctx: SyncContext,
+) -> None:
+    order = Order("o-1")
+    await charge.enqueue_tx(client, "postgresql://", order)  # error: a connection
+    charge.enqueue_tx(sync, "postgresql://", order)  # error: a connection
+    charge.enqueue_tx(sync, tx, order)  # error: a sync connection
+    charge.enqueue_tx(sync, orm, order)  # error: a sync session
+    charge.enqueue_many_tx(sync, orm, [order])  # error: a sync session
+    await charge.enqueue_tx(client, sync_tx, order)  # error: an async connection
+    await charge.enqueue_tx(client, sync_orm, order)  # error: an async session
+    await charge.enqueue_tx(client, connection, order)  # error: Django's connection is sync
+    charge.enqueue_tx(sync, sync_tx.engine, order)  # error: a connection and not what makes them
+    charge.enqueue_tx(sync, sync_orm, Receipt("c-1"))  # error: an Order
+    await client.retry_tx(sync_orm, "1", "charge")  # error: an async session
+    sync.retry_all_tx(orm, "1")  # error: a sync session
+    await ctx.complete_in(connection)  # error: an async connection
+    sync_ctx.complete_in(orm)  # error: a sync session
+    bind(sync_ctx)  # error: a Context
 
 
 # Calling, and what handlers are given
