@@ -19,7 +19,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, TypeVar, cast
 
@@ -623,14 +623,14 @@ def _runs(
     """List the runs of workflows, newest first, without inputs."""
     from . import db, plan, views
 
-    moment = None
-    if since is not None:
-        ago = since[-1:].isalpha() and since[:1].isdigit() and "T" not in since
-        moment = datetime.now(UTC) - timedelta(seconds=config.parse_seconds("--since", since)) if ago else None
-        moment = moment or _parse_instant("--since", since)
+    ago_s, moment = None, None
+    if since is not None and since[:1].isdigit() and since[-1:].isalpha() and "T" not in since:
+        ago_s = config.parse_seconds("--since", since)
+    elif since is not None:
+        moment = _parse_instant("--since", since)
     count = 20 if limit is None else config.parse_count("--limit", limit)
     wanted = views.run_filter(
-        workflow=workflow, state=state, key=key, tag=tag, created_after=moment, limit=count, after=after
+        workflow=workflow, state=state, key=key, tag=tag, created_after=moment, ago_s=ago_s, limit=count, after=after
     )
     dsn, schema = _database(dsn, schema)
     with _connected(dsn, schema) as conn:

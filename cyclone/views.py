@@ -103,6 +103,7 @@ class RunFilter(msgspec.Struct, frozen=True, kw_only=True):
     tag: str | None = None
     created_after: datetime | None = None
     created_before: datetime | None = None
+    ago_s: float | None = None
     limit: int = 100
     after: int | None = None
 
@@ -115,6 +116,7 @@ def run_filter(
     tag: str | None = None,
     created_after: datetime | None = None,
     created_before: datetime | None = None,
+    ago_s: float | None = None,
     limit: int = 100,
     after: str | None = None,
 ) -> RunFilter:
@@ -134,6 +136,7 @@ def run_filter(
         tag=None if tag is None else config.text("tag", tag),
         created_after=None if created_after is None else config.instant("created_after", created_after),
         created_before=None if created_before is None else config.instant("created_before", created_before),
+        ago_s=ago_s,
         limit=config.count("limit", limit, 1, 1000),
         after=None if after is None else int(after),
     )

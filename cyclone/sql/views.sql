@@ -87,6 +87,7 @@ WHERE (%(workflow)s::text IS NULL OR r.workflow = %(workflow)s::text)
   AND (%(tag)s::text IS NULL OR r.tags @> ARRAY[%(tag)s::text])
   AND (%(created_after)s::timestamptz IS NULL OR r.created_at >= %(created_after)s::timestamptz)
   AND (%(created_before)s::timestamptz IS NULL OR r.created_at < %(created_before)s::timestamptz)
+  AND (%(ago_s)s::float8 IS NULL OR r.created_at >= now() - %(ago_s)s::float8 * interval '1 second')
   AND (%(after)s::bigint IS NULL OR r.id < %(after)s::bigint)
 ORDER BY r.id DESC LIMIT %(limit)s::bigint;
 

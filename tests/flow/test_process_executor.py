@@ -381,7 +381,7 @@ async def test_a_process_leaves_when_its_worker_is_gone(conn: Conn, tmp_path: Pa
         "from datetime import datetime, timezone\n"
         "step = steps.spin\n"
         "claimed = Claimed(1, 1, 1, 'spin', 'spin', 1, 'default', msgspec.json.encode(sys.argv[1]), 1, 5, 0, 0, None,\n"
-        "    False, None, None, datetime.now(timezone.utc), 0.0)\n"
+        "    False, None, None, datetime.now(timezone.utc), None, None, None, None, 0.0)\n"
         "children = subprocesses.Children([step], 1)\n"
         "with children.child(step) as child:\n"
         "    child.call(children.call(claimed, step, 1000), lambda: None)\n"
@@ -502,6 +502,27 @@ def context() -> Callable[[], ProcessContext]:
     from cyclone.model import Claimed
 
     claimed = Claimed(
-        1, 1, 1, "double", "double", 1, "default", b"null", 1, 5, 0, 0, None, False, None, None, datetime.now(UTC), 0.0
+        1,
+        1,
+        1,
+        "double",
+        "double",
+        1,
+        "default",
+        b"null",
+        1,
+        5,
+        0,
+        0,
+        None,
+        False,
+        None,
+        None,
+        datetime.now(UTC),
+        None,
+        None,
+        None,
+        None,
+        0.0,
     )
     return lambda: ProcessContext(claimed)
