@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from typing import Any
 
 import psycopg
 from process import app
+
+from cyclone import embedded
 
 TESTS = Path(__file__).parents[1]
 COMMANDS = Path(sys.executable).parent
@@ -278,9 +281,26 @@ class Pools:
         self.started.append(pool)
         return pool.ready() if ready else pool
 
+    def tails(self, lines: int = 40) -> str:
+        """The ends of all logs, of the last pool last."""
+        return "\n".join(
+            f"--- {pool.log_path.name}, process {pool.pid}\n" + "\n".join(pool.log.splitlines()[-lines:])
+            for pool in self.started
+        )
+
     def close(self) -> None:
         for pool in self.started:
             pool.close()
+
+
+@contextlib.contextmanager
+def server(**settings: object) -> Iterator[embedded.Server]:
+    """A server that a test may stop. In memory where there is room, since no disk is a part of what is tested."""
+    memory = Path("/dev/shm")
+    folder = memory if memory.is_dir() and shutil.disk_usage(memory).free > 1 << 30 else None
+    found = {"max_wal_size": "256MB", **settings}
+    with embedded.Server(int(os.environ.get("CYCLONE_TEST_PG", "18")), found, folder) as started:
+        yield started
 
 
 @contextlib.contextmanager

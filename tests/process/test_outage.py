@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import shutil
 import signal
 import socket
 import statistics
@@ -26,7 +25,6 @@ from cyclone import db, doctor, embedded, migrate
 
 Conn = psycopg.Connection[Any]
 
-PG = int(os.environ.get("CYCLONE_TEST_PG", "18"))
 SLOTS = 12
 
 ENGINE = """SELECT count(*) FROM pg_stat_activity
@@ -38,9 +36,7 @@ CUT = """SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
 @pytest.fixture(scope="module")
 def server() -> Iterator[embedded.Server]:
     """A server of these tests' own, which may be stopped, with few slots."""
-    memory = Path("/dev/shm")
-    folder = memory if memory.is_dir() and shutil.disk_usage(memory).free > 1 << 30 else None
-    with embedded.Server(PG, {"max_connections": SLOTS, "fsync": "off", "max_wal_size": "256MB"}, folder) as server:
+    with live.server(max_connections=SLOTS, fsync=False) as server:
         migrate.up(server.dsn(), schema="public")
         yield server
 
