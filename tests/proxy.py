@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self
@@ -38,6 +39,7 @@ class Proxy:
         self._threads: list[threading.Thread] = []
         self._thawed = threading.Event()
         self._thawed.set()
+        self._lag_s = 0.0
         self._trap: tuple[bytes, threading.Event] | None = None
         self._closed = False
         self._spawn(self._accept)
@@ -52,6 +54,10 @@ class Proxy:
     def freeze(self) -> None:
         """From now on forward nothing, in either direction, while every connection stays open."""
         self._thawed.clear()
+
+    def lag(self, round_trip_s: float) -> None:
+        """From now on every reply comes later by so much, as from a server that is far away."""
+        self._lag_s = round_trip_s / 2
 
     def thaw(self) -> None:
         """Forward again, first what was held back."""
@@ -124,9 +130,16 @@ class Proxy:
             self._links.discard(link)
         link.leave()
 
+    def _read(self, source: socket.socket) -> Iterator[bytes]:
+        while chunk := source.recv(1 << 16):
+            # What comes meanwhile is then read at once: it is late by less than twice as much.
+            if self._lag_s:
+                time.sleep(self._lag_s)
+            yield chunk
+
     def _requests(self, link: _Link) -> None:
         statements: dict[bytes, bytes] = {}
-        for kind, message in _messages(link.client, typed=False):
+        for kind, message in _messages(self._read(link.client), typed=False):
             text = message
             if kind == b"P":
                 name, text, _ = message[5:].split(b"\0", 2)
@@ -145,7 +158,7 @@ class Proxy:
 
     def _replies(self, link: _Link) -> None:
         answered = 0
-        for kind, message in _messages(link.server, typed=True):
+        for kind, message in _messages(self._read(link.server), typed=True):
             if kind == b"Z":
                 answered += 1
             self._thawed.wait()
@@ -184,10 +197,10 @@ class _Link:
             self.dropped.set()
 
 
-def _messages(source: socket.socket, *, typed: bool) -> Iterator[tuple[bytes, bytes]]:
+def _messages(source: Iterator[bytes], *, typed: bool) -> Iterator[tuple[bytes, bytes]]:
     """Cut the stream into (type, whole message); a client's first message has no type."""
     buffer = b""
-    while chunk := source.recv(1 << 16):
+    for chunk in source:
         buffer += chunk
         at = 0
         while len(buffer) >= (body := at + typed) + 4:

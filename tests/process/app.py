@@ -6,17 +6,18 @@ A handler tells by a line on a named pipe, and waits for a file to appear; both 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 import cyclone
-from cyclone import Context, SyncContext
+from cyclone import Context, ProcessContext, SyncContext
 
 FOLDER = Path(os.environ.get("APP_FOLDER", "."))
 CHANNEL = "channel"
@@ -49,9 +50,11 @@ class Job(msgspec.Struct, forbid_unknown_fields=True):
     """Writes a line to the file outside."""
     fail_before: int = 1
     """Attempts below this one fail."""
+    first: Literal["returns", "fails", "gives up", "snoozes"] = "returns"
+    """How a call ends that no lost lease came before."""
 
 
-def facts(ctx: Context | SyncContext, job: Job) -> dict[str, Any]:
+def facts(ctx: Context | SyncContext | ProcessContext, job: Job) -> dict[str, Any]:
     return {"name": job.name, "run_id": ctx.run_id, "attempt": ctx.attempt, "reclaims": ctx.reclaims}
 
 
@@ -93,6 +96,16 @@ async def work(ctx: Context, job: Job) -> None:
         raise
     if job.told:
         tell("left", **facts(ctx, job))
+    if not ctx.reclaims:
+        match job.first:
+            case "fails":
+                raise ValueError("too late")
+            case "gives up":
+                raise cyclone.Permanent("too late")
+            case "snoozes":
+                raise cyclone.Snooze(600)
+            case "returns":
+                pass
 
 
 @cyclone.action("work_in_thread")
@@ -145,6 +158,42 @@ def add_one_in_thread(ctx: SyncContext, n: int) -> int:
 async def exit_9(ctx: Context, job: Job) -> None:
     tell("entered", **facts(ctx, job))
     os._exit(9)
+
+
+@cyclone.action("exits")
+async def exits(ctx: Context, job: Job) -> None:
+    """With the limit that is there by default."""
+    tell("entered", **facts(ctx, job))
+    os._exit(9)
+
+
+@cyclone.action("segfault", max_reclaims=3)
+async def segfault(ctx: Context, job: Job) -> None:
+    tell("entered", **facts(ctx, job))
+    ctypes.string_at(0)
+
+
+@cyclone.action("hog", max_reclaims=3)
+def hog(ctx: SyncContext, job: Job) -> None:
+    """Takes memory until somebody puts an end to it."""
+    tell("entered", **facts(ctx, job))
+    taken: list[bytes] = []
+    while True:
+        if len(taken) < HOG_MIB:
+            taken.append(b"x" * (1 << 20))
+        time.sleep(0.002)
+
+
+HOG_MIB = 100
+
+
+@cyclone.action("greedy", executor="process", memory_limit="256MiB", max_attempts=2, backoff=cyclone.fixed(0.05))
+def greedy(ctx: ProcessContext, job: Job) -> None:
+    """Takes more memory than it may."""
+    tell("entered", **facts(ctx, job))
+    taken: list[bytes] = []
+    while True:
+        taken.append(b"x" * (1 << 20))
 
 
 @cyclone.action("fault", max_reclaims=1)

@@ -51,6 +51,12 @@ def gone(pid: int, limit_s: float = LIMIT_S) -> None:
         os.close(descriptor)
 
 
+def resident_kib(pid: int) -> int:
+    """The memory that a process has."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+
 class Channel:
     """What handlers tell, and the gates that they wait for."""
 

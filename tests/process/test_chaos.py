@@ -283,18 +283,13 @@ def test_the_memory_of_a_worker_stays_what_it_was(
         eventually(lambda: live.states(conn).get("completed", 0) == before + count, log=lambda: pool.log)
 
     run(12_000)
-    warm = resident_kib(pid)
+    warm = live.resident_kib(pid)
     run(20_000)
-    grown = resident_kib(pid) - warm
+    grown = live.resident_kib(pid) - warm
     print(f"{grown} KiB more after 20,000 steps")
     # 200 KiB would be the promise; what the allocator does with pages is coarser than that.
     assert grown < 2048
     assert pool.workers() == [pid] and pool.end() == 0
-
-
-def resident_kib(pid: int) -> int:
-    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS"))
-    return int(line.split()[1])
 
 
 @pytest.mark.contract("FM-086", "E2")

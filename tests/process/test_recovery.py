@@ -17,6 +17,7 @@ import psycopg
 import pytest
 from process import app, live
 from process.live import eventually
+from proxy import Proxy
 
 import cyclone
 
@@ -145,33 +146,92 @@ def held(conn: Conn) -> tuple[Any, ...]:
 # Steps that kill their own process
 
 
-@pytest.mark.contract("E12", "E14", "FM-022")
-def test_a_step_that_ends_its_process_is_discarded_and_its_company_is_not(
-    start_pool: live.Pools, told: live.Channel, client: cyclone.SyncClient, conn: Conn
+@pytest.mark.contract("E12", "E13", "E14", "FM-022")
+@pytest.mark.parametrize(
+    ("bad", "limit", "crash", "label"),
+    [
+        (app.exit_9, 3, "exit status 9", "exit"),
+        (app.exits, 10, "exit status 9", "exit"),
+        (app.segfault, 3, "killed by SIGSEGV", "SIGSEGV"),
+        (app.hog, 3, "killed by SIGKILL", "SIGKILL"),
+    ],
+    ids=["exits", "exits with the default limit", "segfaults", "is killed for its memory"],
+)
+def test_a_step_that_takes_its_process_down_is_discarded_and_its_company_is_not(
+    start_pool: live.Pools,
+    told: live.Channel,
+    client: cyclone.SyncClient,
+    conn: Conn,
+    bad: cyclone.ActionStep[app.Job],
+    limit: int,
+    crash: str,
+    label: str,
 ) -> None:
-    pool = start_pool(procs=2, concurrency=20)
-    good = app.work.enqueue_many(client, [app.Job(name=f"good {n}", sleep_s=0.05) for n in range(200)])
-    bad = app.exit_9.enqueue(client, app.Job(name="bad"), priority=0)
-    good += app.work.enqueue_many(client, [app.Job(name=f"more {n}", sleep_s=0.05) for n in range(100)])
-    assert bad.wait(live.LIMIT_S) == "discarded"
-    eventually(lambda: live.states(conn) == {"completed": 300, "discarded": 1}, log=lambda: pool.log)
-    assert len(told.seen("entered", name="bad")) == 3
-    info = client.get_step(bad.run_id, "exit_9")
-    assert (info.error_kind, info.reclaims, info.attempts, info.last_crash) == ("crashed", 3, 1, "exit status 9")
-    assert "exit status 9" in (info.error or "")
+    pool = start_pool(procs=2, concurrency=20, threads=THREADS)
+    good: list[cyclone.StepHandle[None]] = []
+    for n in range(10):
+        if n == 2:
+            last = bad.enqueue(client, app.Job(name="bad"), priority=0)
+        good += app.work.enqueue_many(client, [app.Job(name=f"good {n}", sleep_s=0.1)] * 60)
+        good += app.work_in_thread.enqueue_many(client, [app.Job(name=f"good {n}", sleep_s=0.01)] * 40)
+    assert len(good) == 1000
+    if bad is app.hog:
+        for n in range(limit):
+            kill_for_its_memory(told.expect("entered", n + 1, name="bad")[n]["pid"])
+    assert last.wait(live.LIMIT_S) == "discarded"
+    eventually(lambda: live.states(conn) == {"completed": 1000, "discarded": 1}, log=lambda: pool.log)
+    assert [one["reclaims"] for one in told.seen("entered", name="bad")] == list(range(limit))
+    info = client.get_step(last.run_id, bad.name)
+    assert (info.error_kind, info.reclaims, info.attempts, info.last_crash) == ("crashed", limit, 1, crash)
+    assert crash in (info.error or "")
     assert [(error.attempt, error.kind) for error in info.errors] == [(1, "crashed")]
     # The good ran again at most for the two deaths that they were there for; from the third on it was alone.
     calls = Counter(one["run_id"] for one in told.seen("entered", attempt=1))
-    assert calls.total() == len(told.seen("entered")) and len(calls) == 301
+    assert calls.total() == len(told.seen("entered")) and len(calls) == 1001
     assert all(1 <= calls[one.run_id] <= 3 for one in good)
-    assert live.value(conn, "SELECT max(reclaims) FROM cyclone_steps WHERE state = 'completed'") <= 2
-    assert pool.metric("cyclone_isolated_steps_total") >= 1
-    with pytest.raises(cyclone.RunFailedError, match="exit status 9"):
-        bad.result(1)
+    # Blamed are those that were executed, and there were some; what was held behind them is not.
+    blamed = dict(
+        live.rows(conn, "SELECT kind, sum(reclaims)::int FROM cyclone_steps WHERE state <> 'discarded' GROUP BY 1")
+    )
+    assert 0 < blamed["work"] <= 2 * 20 and blamed["work_in_thread"] <= 2 * THREADS
+    assert live.rows(conn, "SELECT max(reclaims) <= 2, max(attempts) FROM cyclone_steps WHERE state = 'completed'") == [
+        (True, 1)
+    ]
+    assert pool.metric("cyclone_isolated_steps_total") >= limit - 2
+    with pytest.raises(cyclone.RunFailedError, match=crash):
+        last.result(1)
     # The pool has not given up, and is not thought to be in a crash loop.
     pool.ready()
     assert pool.get("/healthz")[0] == 200
-    eventually(lambda: pool.metric("cyclone_worker_restarts_total", reason="exit") == 3)
+    eventually(lambda: pool.metric("cyclone_worker_restarts_total", reason=label) == limit)
+    assert pool.end() == 0
+
+
+THREADS = 2
+
+
+def kill_for_its_memory(pid: int) -> None:
+    """As the kernel does to the largest process when there is none left."""
+    eventually(lambda: live.resident_kib(pid) > app.HOG_MIB << 10)
+    kill(pid)
+
+
+@pytest.mark.contract("R45", "FM-022", "E13")
+def test_a_step_that_takes_more_memory_than_its_process_may_have_is_alone_in_its_failure(
+    start_pool: live.Pools, told: live.Channel, client: cyclone.SyncClient, conn: Conn
+) -> None:
+    pool = start_pool(procs=2, concurrency=20)
+    workers = pool.workers()
+    bad = app.greedy.enqueue(client, app.Job(name="bad"), priority=0)
+    app.work.enqueue_many(client, [app.Job(name="good", sleep_s=0.02)] * 1000)
+    assert bad.wait(live.LIMIT_S) == "discarded"
+    eventually(lambda: live.states(conn) == {"completed": 1000, "discarded": 1}, log=lambda: pool.log)
+    info = client.get_step(bad.run_id, "greedy")
+    assert (info.error_kind, info.attempts, info.reclaims, info.error) == ("retryable", 2, 0, "MemoryError")
+    assert len(told.seen("entered", name="bad")) == 2 and len(told.seen("entered", name="good")) == 1000
+    assert live.rows(conn, "SELECT DISTINCT attempts, reclaims FROM cyclone_steps WHERE kind = 'work'") == [(1, 0)]
+    # Nobody was replaced for it.
+    assert pool.workers() == workers and pool.metric("cyclone_worker_restarts_total") == 0
     assert pool.end() == 0
 
 
@@ -350,25 +410,32 @@ def test_a_worker_that_wakes_after_its_lease_changes_nothing(
 ) -> None:
     live.ledger(conn)
     pool = start_pool(procs=2, lease=LEASE_S)
-    # One finds its gate open when it wakes, and completes; one only finds that its lease is lost; one never wrote.
+    # One finds its gate open when it wakes, and completes; one only finds that its lease is lost; one wrote nothing.
     jobs = [
         app.Job(name="completes", gate="open-{reclaims}", ledger=True),
         app.Job(name="waits", gate="shut-{reclaims}", ledger=True),
         app.Job(name="plain", gate="open-{reclaims}"),
+        # And however else a call may end.
+        app.Job(name="fails", gate="open-{reclaims}", first="fails"),
+        app.Job(name="gives up", gate="open-{reclaims}", first="gives up"),
+        app.Job(name="snoozes", gate="open-{reclaims}", first="snoozes"),
+        app.Job(name="fails with a write", gate="open-{reclaims}", first="fails", ledger=True),
     ]
     handles = app.work.enqueue_many(client, jobs)
-    entered = told.expect("entered", 3)
-    told.expect("written", 2)
+    entered = told.expect("entered", len(jobs))
+    told.expect("written", 3)
     slow = {one["pid"] for one in entered}
     for pid in slow:
         os.kill(pid, signal.SIGSTOP)
     if len(slow) == 2:  # each worker had some of them: others must take over
         start_pool(procs=1, lease=LEASE_S)
-    again = told.expect("entered", 3, reclaims=1)
+    again = told.expect("entered", len(jobs), reclaims=1)
     assert not {one["pid"] for one in again} & slow and {one["attempt"] for one in again} == {1}
     for gate in ("open-1", "shut-1", "open-0"):
         told.open(gate)
-    assert [handle.wait(20) for handle in handles] == ["completed"] * 3
+    assert [handle.wait(20) for handle in handles] == ["completed"] * len(jobs)
+    columns = "SELECT * FROM cyclone_steps WHERE kind = 'work' ORDER BY id"
+    before = live.rows(conn, columns)
     for pid in slow:
         os.kill(pid, signal.SIGCONT)
     told.expect("cancelled", name="waits", lease_lost=True)
@@ -378,16 +445,20 @@ def test_a_worker_that_wakes_after_its_lease_changes_nothing(
     assert all(handle.result(20) == n + 1 for n, handle in enumerate(app.add_one.enqueue_many(client, range(50))))
     assert live.rows(conn, "SELECT note, count(*) FROM ledger GROUP BY 1 ORDER BY 1") == [
         ("completes", 1),
+        ("fails with a write", 1),
         ("waits", 1),
     ]
-    assert [live.step(conn, one.run_id, "state, attempts, reclaims") for one in handles] == [("completed", 1, 1)] * 3
+    assert live.rows(conn, columns) == before
+    columns = "state, attempts, reclaims, snoozes"
+    assert [live.step(conn, one.run_id, columns) for one in handles] == [("completed", 1, 1, 0)] * len(jobs)
+    assert live.rows(conn, "SELECT * FROM cyclone_errors") == []
     # Each thing that happened is in the log, with the step, its handler, the attempt and the reason.
     late = [line for line in pool.log.splitlines() if re.search("came too late|was refused|are dropped", line)]
     for handle in handles:
         lost = f"step {handle.run_id} (run {handle.run_id}, work) was lost in attempt 1 (lease expired)"
         assert lost in logs(start_pool)
         assert sum(f"step {handle.run_id} (work, attempt 1)" in line for line in late) == 1, late
-    assert pool.metric("cyclone_refused_total") == 3
+    assert pool.metric("cyclone_refused_total") == len(jobs)
     assert all(started.end() == 0 for started in start_pool.started)
 
 
@@ -410,6 +481,28 @@ def test_neither_a_long_handler_nor_a_blocked_loop_loses_a_lease(
     assert live.rows(conn, "SELECT DISTINCT attempts, reclaims FROM cyclone_steps") == [(1, 0)]
     assert pool.metric("cyclone_leases_lost_total") == 0
     assert pool.end() == 0
+
+
+@pytest.mark.contract("FM-005", "E2", "E10", "FM-013")
+def test_neither_does_a_server_that_is_far_away(
+    start_pool: live.Pools, told: live.Channel, client: cyclone.SyncClient, conn: Conn, dsn: str
+) -> None:
+    live.ledger(conn)
+    jobs = [app.Job(name=str(n), sleep_s=4.0, ledger=n % 8 == 0) for n in range(64)]
+    app.work.enqueue_many(client, jobs)
+    with Proxy(dsn) as proxy:
+        proxy.lag(0.2)
+        pool = start_pool(proxy.dsn, procs=1, concurrency=64, completion_pool_size=8, lease=1)
+        # A sweeper that is near sees a late renewal at once.
+        near = start_pool(procs=1, lease=1, queues="another")
+        told.expect("entered", 64)
+        eventually(lambda: live.completed(conn, 64), log=lambda: pool.log)
+        assert len(told.seen("entered")) == 64
+        assert live.rows(conn, "SELECT DISTINCT attempts, reclaims FROM cyclone_steps") == [(1, 0)]
+        assert live.value(conn, "SELECT count(*) FROM ledger") == 8
+        assert pool.metric("cyclone_leases_lost_total") == 0
+        assert pool.end() == 0
+    assert near.end() == 0
 
 
 @pytest.mark.contract("E11", "FM-084", "FM-011")

@@ -101,6 +101,8 @@ def test_worker_options_have_public_names() -> None:
     assert (options.queues, options.lease_s, options.claim_batch, options.settle_batch) == (("a",), 10.0, None, 5)
 
 
+# A lease that could not be renewed in time is one of them.
+@pytest.mark.contract("FM-005")
 @pytest.mark.parametrize(
     "given",
     [

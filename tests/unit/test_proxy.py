@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import time
 from collections.abc import Iterator
 
 import psycopg
@@ -46,6 +47,22 @@ def test_cut_closes_all_and_accepts_new(proxy: Proxy) -> None:
                 conn.execute("SELECT 1")
     with psycopg.connect(proxy.dsn) as conn:
         assert conn.execute("SELECT 1").fetchone() == (1,)
+
+
+def test_replies_lag_and_none_is_lost(proxy: Proxy, direct: psycopg.Connection) -> None:
+    with psycopg.connect(proxy.dsn, autocommit=True) as conn:
+        proxy.lag(0.1)
+        begun = time.monotonic()
+        for n in range(3):
+            conn.execute("INSERT INTO seen VALUES (%s)", (str(n),))
+        assert 0.3 <= time.monotonic() - begun
+        # Statements in one pipeline pay for the distance together.
+        begun = time.monotonic()
+        with conn.pipeline():
+            for n in range(3, 50):
+                conn.execute("INSERT INTO seen VALUES (%s)", (str(n),))
+        assert 0.1 <= time.monotonic() - begun < 2
+    assert len(seen(direct)) == 50
 
 
 def test_freeze_and_thaw(proxy: Proxy, direct: psycopg.Connection) -> None:
