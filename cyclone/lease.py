@@ -120,6 +120,9 @@ class Keeper:
                 return
             except (psycopg.Error, ConnectError, OSError) as exc:
                 log.warning("the lease cannot be renewed now and is tried again: %s", db.brief(exc))
+            except Exception:
+                # Whatever it is: without this thread the worker would neither work nor end.
+                log.exception("the thread of the lease failed and goes on")
             self._watch()
             self._stop.wait(min(pause, self._lease_s / 6) * random.uniform(0.8, 1.2))
             pause = min(pause * 2, 5.0)

@@ -525,6 +525,70 @@ def test_a_loop_that_stands_still_is_shown_and_its_process_is_replaced(
     assert pool.end() == 0
 
 
+# Parts that fail for a reason that nobody thought of
+
+BROKEN = """
+from pathlib import Path
+from cyclone import {module}
+from process.app import *
+
+whole = {module}.{owner}.{part}
+
+{define} broken(*args, **given):
+    if (FOLDER / "break").exists():
+        (FOLDER / "break").rename(FOLDER / "broke")
+        raise RuntimeError("broken on purpose")
+    return {call}
+
+{module}.{owner}.{part} = broken
+"""
+
+
+@pytest.mark.contract("FM-011")
+@pytest.mark.parametrize(
+    ("module", "owner", "part", "coroutine"),
+    [
+        ("claim", "Claimer", "batch", True),
+        ("settle", "Settler", "_settle", True),
+        ("lease", "Keeper", "_renew", False),
+    ],
+    ids=["claim", "settle", "lease"],
+)
+def test_a_part_of_a_worker_that_fails_is_made_good(
+    start_pool: live.Pools,
+    told: live.Channel,
+    client: cyclone.SyncClient,
+    conn: Conn,
+    tmp_path: Path,
+    module: str,
+    owner: str,
+    part: str,
+    coroutine: bool,
+) -> None:
+    define, call = ("async def", "await whole(*args, **given)") if coroutine else ("def", "whole(*args, **given)")
+    text = BROKEN.format(module=module, owner=owner, part=part, define=define, call=call)
+    (tmp_path / "breaks.py").write_text(text)
+    pool = start_pool(procs=1, target="breaks", lease=LEASE_S)
+    (pid,) = pool.workers()
+    held = app.work.enqueue(client, app.Job(name="held", gate="go-{reclaims}"))
+    told.expect("entered", name="held")
+    (tmp_path / "break").touch()
+    app.add_one.enqueue(client, 0)  # something to do for every part
+    eventually((tmp_path / "broke").exists, log=lambda: pool.log)
+    # Not before the lease that there was is over: until then a worker without a renewal works.
+    over = live.value(conn, "SELECT max(lease_until) FROM cyclone_lives")
+    eventually(lambda: live.value(conn, "SELECT clock_timestamp() > %s", over))
+    handles = app.add_one.enqueue_many(client, range(100))
+    told.open("go-0")
+    told.open("go-1")
+    assert [handle.result(10 * LEASE_S) for handle in handles] == list(range(1, 101))
+    assert held.wait(10 * LEASE_S) == "completed"
+    # It was done again in the same process, or the process was replaced, and what it was is told.
+    assert "RuntimeError: broken on purpose" in pool.log
+    assert pool.ready().workers() == [pid] or f"worker {pid} ended: exit status 1" in pool.log
+    assert pool.end() == 0
+
+
 # What can be seen from outside
 
 
