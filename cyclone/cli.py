@@ -724,8 +724,8 @@ def _steps(run: RunArgument, dsn: Dsn = None, schema: Schema = None, as_json: Js
 
 @app.command("show")
 def _show(run: RunArgument, dsn: Dsn = None, schema: Schema = None, as_json: Json = False) -> None:
-    """Show everything that is stored of a run: of a workflow's its graph with what has become of each node; of its
-    steps inputs, outputs, each failure and the recorded events.
+    """Show everything that is stored of a run: the graph of a workflow with what has become of each node, and the steps
+    with inputs, outputs, each failure and the recorded events.
     """
     from . import db, graph, plan, views
 

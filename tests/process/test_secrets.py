@@ -197,7 +197,7 @@ def test_commands_show_inputs_only_where_that_is_documented(
 
     with cyclone.SyncClient(dsn) as client:
         run_id = good.enqueue(client, INPUT).run_id
-    for command in (["steps", run_id], ["steps", run_id, "--json"], ["doctor"], ["migrate", "status"]):
+    for command in (["steps", run_id], ["steps", run_id, "--json"], ["runs"], ["doctor"], ["migrate", "status"]):
         assert cli.run(cli.app, [*command, "--dsn", dsn]) == 0
         without("".join(capsys.readouterr()), INPUT)
     assert cli.run(cli.app, ["show", run_id, "--dsn", dsn]) == 0

@@ -161,7 +161,8 @@ def test_every_option_of_an_enqueue_has_the_same_effect_from_the_command_line(
         ),
     }
     # How rows travel is the command's own business (--jsonl), and shows in nothing.
-    assert options.keys() == registry.ENQUEUE_OPTIONS
+    # A unique key cannot be given twice; test_unique.py has its command.
+    assert {*options, "unique"} == registry.ENQUEUE_OPTIONS
     migrate.register(dsn, "public", factories.registered(factories.noop()))
     columns = """kind, node, version, queue, priority, max_attempts, timeout_s, tags, metadata, keep_for, state, input,
                  round(extract(epoch FROM due_at - CASE WHEN due_at < now() + interval '1 year' THEN enqueued_at
