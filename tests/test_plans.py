@@ -214,6 +214,40 @@ def test_a_poll_for_work_reads_one_ticket(conn: Conn, session: Conn, mode: str) 
     reads_little(explain(session, "look_around", mode, now=None), 1)
 
 
+SLOWER = "a claim passes over the dead tickets of all that was claimed since the snapshot was taken"
+
+
+@pytest.mark.contract("FM-067")
+@pytest.mark.parametrize("ended", [True, pytest.param(False, marks=pytest.mark.xfail(strict=True, reason=SLOWER))])
+async def test_a_claim_costs_no_more_for_a_transaction_that_stays_open(dsn: str, conn: Conn, ended: bool) -> None:
+    with psycopg.connect(dsn) as foreign:
+        foreign.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        foreign.execute("SELECT FROM cyclone_ready")
+        life = factories.life(conn)
+        factories.steps(conn, 100)
+        before = claim_blocks(dsn, life)
+        factories.steps(conn, 2 * BACKLOG)
+        async with factories.engine(dsn) as own:
+            for _ in range(2 * BACKLOG // 1000):
+                assert len(await factories.take(own, life, 1000)) == 1000
+        if ended:
+            foreign.rollback()
+            conn.execute("VACUUM cyclone_ready")  # as the server does by itself within a minute
+        assert claim_blocks(dsn, life) < 2 * before
+
+
+def claim_blocks(dsn: str, life: int) -> int:
+    """How many blocks a claim of a single step looks at."""
+    params = {"life": life, "queues": ["default"], "ranks": list(range(20)), "room": 1, "now": None}
+    with db.connect_sync(dsn, application_name="test plans") as conn, conn.transaction(force_rollback=True):
+        # The first claim of a connection reads the catalogue too.
+        for claim in (1, 2):
+            text = b"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) " + SQL["claim_steps"]
+            cur = conn.execute(text, {**params, "claim": claim})
+        ((plans,),) = cur.fetchall()
+    return int(plans[0]["Plan"]["Shared Hit Blocks"]) + int(plans[0]["Plan"]["Shared Read Blocks"])
+
+
 async def test_draining_five_thousand_steps_stays_on_their_pages(dsn: str, conn: Conn) -> None:
     @step("noop")
     async def handler(ctx: Any, input: Any) -> Any:

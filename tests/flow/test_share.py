@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from typing import Any
 
@@ -68,3 +69,54 @@ async def test_what_was_claimed_and_not_started_is_given_back_at_the_stop(dsn: s
         "SELECT state, attempts, resume, reclaims, count(*) FROM cyclone_steps GROUP BY 1, 2, 3, 4 ORDER BY 2"
     ).fetchall()
     assert found == [("available", 0, False, 0, 47), ("available", 1, True, 0, 3)]
+
+
+@pytest.mark.contract("FM-066")
+async def test_a_handler_does_not_wait_for_what_it_has_just_enqueued_and_nobody_can_see(dsn: str, conn: Conn) -> None:
+    @cyclone.step("child")
+    async def child(ctx: Context) -> int:
+        return 1
+
+    @cyclone.step("parent")
+    async def parent(ctx: Context) -> int:
+        return await (await child.enqueue(ctx)).result()
+
+    made = await factories.alone(dsn, conn, parent, max_attempts=1, worker={"concurrency": 1})
+    assert factories.read(conn, made, "state") == "discarded"
+    assert "'child' of run" in factories.read(conn, made, "error") and "is not visible" in factories.read(
+        conn, made, "error"
+    )
+    assert factories.count(conn, "cyclone_steps WHERE kind = 'child'") == 0
+
+
+@pytest.mark.contract("FM-066")
+@pytest.mark.xfail(
+    strict=True, reason="a handle of a client of the handler's own does not know that it is in a handler"
+)
+@pytest.mark.parametrize("sort", ["async", "sync"])
+async def test_handlers_that_fill_a_queue_and_wait_for_it_are_refused(dsn: str, conn: Conn, sort: str) -> None:
+    @cyclone.step("child")
+    async def child(ctx: Context) -> int:
+        return 1
+
+    async with cyclone.Client(dsn) as client:
+        with cyclone.SyncClient(dsn) as sync_client:
+
+            @cyclone.step("parent")
+            async def parent(ctx: Context) -> int:
+                handle = await child.enqueue(client)
+                async with asyncio.timeout(1):  # else it would stand still for ever
+                    return await handle.result()
+
+            @cyclone.step("parent")
+            def sync_parent(ctx: cyclone.SyncContext) -> int:
+                handle = child.enqueue(sync_client)
+                threading.Timer(1, handle.cancel).start()
+                return handle.result()
+
+            handler: cyclone.Step[Any, Any] = parent if sort == "async" else sync_parent
+            made = [factories.step(conn, "parent", max_attempts=1) for _ in range(2)]
+            async with factories.worker(dsn, child, handler, concurrency=2):
+                await factories.ended(conn, *made)
+    for one in made:
+        assert "InvalidOptionError" in factories.read(conn, one, "error")

@@ -211,6 +211,46 @@ def test_an_outage_longer_than_the_lease_gives_everything_up(
     assert pool.end() == 0
 
 
+@pytest.mark.contract("FM-029", "M9", "FM-028")
+def test_a_server_that_turns_read_only_is_left_until_one_can_write_again(
+    small: live.Pools, told: live.Channel, server: embedded.Server
+) -> None:
+    pool = small(procs=1, lease=60)
+    pids = sorted(one["pid"] for one in pool.children())
+    with connected(server) as conn, cyclone.SyncClient(server.dsn()) as client:
+        live.ledger(conn)
+        jobs = [app.Job(name="plain", gate="go"), app.Job(name="writes", gate="go-{reclaims}", ledger=True)]
+        handles = app.work.enqueue_many(client, jobs)
+        told.expect("written")
+        told.expect("entered", 2)
+        turn(conn, "on")
+        try:
+            told.open("go")
+            told.expect("left", name="plain")
+            # Long enough for the pauses to have grown as far as they do, so that nobody turns in a hot loop.
+            eventually(lambda: "goes on in 5.0 s" in pool.log, log=lambda: pool.log)
+            assert "read-only" in pool.log and pool.log.count("\n") < 150, pool.log
+            assert live.states(conn) == {"running": 2}
+        finally:
+            turn(conn, "off")
+        # What had ended was kept and is recorded now; a transaction of a handler that goes on is none the worse.
+        assert handles[0].wait(live.LIMIT_S) == "completed"
+        told.open("go-0")
+        assert handles[1].wait(live.LIMIT_S) == "completed"
+        assert app.add_one.enqueue(client, 1).result(live.LIMIT_S) == 2
+        assert live.rows(conn, "SELECT DISTINCT attempts, reclaims FROM cyclone_steps") == [(1, 0)]
+        assert len(told.seen("entered")) == 2 and live.value(conn, "SELECT count(*) FROM ledger") == 1
+    assert sorted(one["pid"] for one in pool.children()) == pids
+    assert pool.end() == 0
+
+
+def turn(conn: Conn, read_only: str) -> None:
+    """Makes the server one that only reads, as a standby is, or one that writes again."""
+    conn.execute("SET default_transaction_read_only = off")
+    conn.execute(f"ALTER SYSTEM SET default_transaction_read_only = {read_only}".encode())
+    conn.execute("SELECT pg_reload_conf()")
+
+
 # Too few slots
 
 

@@ -143,6 +143,32 @@ def held(conn: Conn) -> tuple[Any, ...]:
     )[0]
 
 
+@pytest.mark.contract("FM-006", "Q6", "E4")
+def test_a_key_whose_holder_is_lost_is_held_until_that_has_ended(
+    start_pool: live.Pools, told: live.Channel, client: cyclone.SyncClient, conn: Conn
+) -> None:
+    pool = start_pool(procs=1, lease=60)
+    unique = cyclone.Unique("k", on_duplicate="return")
+    holder = app.work.enqueue(client, app.Job(name="holder", gate="go"), unique=unique)
+    (entered,) = told.expect("entered")
+    kill(entered["pid"])
+    told.expect("entered", reclaims=1)
+    # It is the same step, however often it was lost: nobody else may begin in its place.
+    second = app.work.enqueue(client, app.Job(name="second"), unique=unique)
+    assert (second.run_id, second.created) == (holder.run_id, False)
+    told.open("go")
+    assert holder.wait(live.LIMIT_S) == "completed"
+    third = app.work.enqueue(client, app.Job(name="third"), unique=unique)
+    assert third.created and third.wait(live.LIMIT_S) == "completed"
+    # Nor is the key kept by a holder that no worker survives.
+    bad = app.exit_9.enqueue(client, app.Job(name="bad"), unique=unique)
+    told.expect("entered", name="bad")
+    assert not app.exit_9.enqueue(client, app.Job(name="bad"), unique=unique).created
+    assert bad.wait(live.LIMIT_S) == "discarded"
+    assert app.exit_9.enqueue(client, app.Job(name="another"), unique=unique, delay=600).created
+    assert pool.ready().end() == 0
+
+
 # Steps that kill their own process
 
 
@@ -277,6 +303,26 @@ def test_a_whole_pool_that_is_lost_is_made_good_by_another(
         (2, 1, "lease expired")
     ]
     assert second.end() == 0
+
+
+@pytest.mark.contract("FM-017", "E2")
+def test_many_pools_that_start_in_the_same_second_share_a_backlog(
+    start_pool: live.Pools, told: live.Channel, client: cyclone.SyncClient, conn: Conn
+) -> None:
+    live.ledger(conn)
+    app.work.enqueue_many(client, [app.Job(name=str(n), gate="go") for n in range(500)])
+    app.charge.enqueue_many(client, range(2000))
+    pools = [start_pool(procs=1, concurrency=10, metrics_port="none", ready=False) for _ in range(6)]
+    # Each has its share before any of it ends.
+    told.expect("entered", 60)
+    assert set(Counter(one["pid"] for one in told.seen("entered")).values()) == {10}
+    told.open("go")
+    eventually(lambda: live.completed(conn, 2500), log=lambda: logs(start_pool))
+    assert live.rows(conn, "SELECT DISTINCT attempts, reclaims FROM cyclone_steps") == [(1, 0)]
+    assert live.value(conn, "SELECT count(*) FROM ledger") == 2000
+    calls = Counter(one["name"] for one in told.expect("entered", 500))
+    assert len(calls) == 500 and set(calls.values()) == {1}
+    assert [pool.begun().end() for pool in pools] == [0] * 6
 
 
 @pytest.mark.contract("FM-002")
