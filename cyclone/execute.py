@@ -37,6 +37,7 @@ from .errors import (
     Snooze,
 )
 from .model import Claimed, Failure, Outcome, Verb
+from .plan import in_handler
 from .registry import AsyncStep, Step, SyncStep
 from .states import ErrorKind
 
@@ -259,6 +260,7 @@ class Execution:
 
     async def _run(self, ctx: context.Context, value: Any) -> None:
         self._entered = True
+        in_handler.set(True)
         outcome: Outcome | None
         try:
             result = await cast("AsyncStep[Any, Any]", self.handler)(ctx, value)
@@ -550,6 +552,7 @@ class Threads:
             self._jobs.put(None)
 
     def _work(self) -> None:
+        in_handler.set(True)
         while (job := self._jobs.get()) is not None:
             job()
             with self._lock:

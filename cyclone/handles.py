@@ -13,10 +13,10 @@ from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from . import codec, config, control, db, store, views
-from .errors import ResultError, RunCancelledError, RunFailedError
+from .errors import InvalidOptionError, ResultError, RunCancelledError, RunFailedError
 from .events import Hook
 from .model import RunID
-from .plan import Mark, Plan
+from .plan import Mark, Plan, in_handler
 from .registry import Step
 from .states import ErrorKind, StepState
 
@@ -111,7 +111,8 @@ class StepHandle(HandleBase[Out]):
         """Waits until it has ended, and returns the state it ended in.
 
         It looks at growing intervals, from 10 ms to half a second. `timeout` is a timedelta or seconds (default: no
-        limit); past it the built-in TimeoutError is raised, after at least one look.
+        limit; in a handler one must be given, else InvalidOptionError); past it the built-in TimeoutError is raised,
+        after at least one look.
         """
         return (await self._ended(timeout)).state
 
@@ -135,7 +136,7 @@ class StepHandle(HandleBase[Out]):
         await self._run(self._retry(asked))
 
     async def _ended(self, timeout: timedelta | float | None) -> views.Result:
-        for pause_s in pauses(timeout):
+        for pause_s in waiting(timeout):
             found = await self._run(self._look())
             if found.state.terminal:
                 return found
@@ -184,7 +185,7 @@ class SyncStepHandle(HandleBase[Out]):
         self._run(self._retry(asked))
 
     def _ended(self, timeout: timedelta | float | None) -> views.Result:
-        for pause_s in pauses(timeout):
+        for pause_s in waiting(timeout):
             found = self._run(self._look())
             if found.state.terminal:
                 return found
@@ -230,6 +231,17 @@ def reopen(
     if done.asleep:
         yield from store.wake(statements)
     return len(done.events)
+
+
+def waiting(timeout: timedelta | float | None) -> Iterator[float]:
+    """The pauses of who waits for an end. A full queue of handlers that do so without a limit would stand still for
+    ever: InvalidOptionError.
+    """
+    if timeout is None and in_handler.get():
+        raise InvalidOptionError(
+            "a handler that waits without a limit can keep the slot that what it waits for needs; give timeout="
+        )
+    return pauses(timeout)
 
 
 def pauses(timeout: timedelta | float | None, first_s: float = _FIRST_PAUSE_S) -> Iterator[float]:

@@ -7,6 +7,7 @@ be wrong (which statements, in which order, what their rows mean) and exists onc
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping
+from contextvars import ContextVar
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -15,6 +16,10 @@ from psycopg.rows import tuple_row
 
 T = TypeVar("T")
 Rows: TypeAlias = list[tuple[Any, ...]]
+
+
+in_handler: ContextVar[bool] = ContextVar("in_handler", default=False)
+"""Whether this task or thread runs a handler, which must not wait without a limit for what may need its slot."""
 
 
 class Run(NamedTuple):

@@ -16,7 +16,6 @@ import msgspec
 
 from . import codec, config, control, db, graph, handles, store, views
 from .errors import (
-    InvalidOptionError,
     NoOutputError,
     ResultError,
     RunCancelledError,
@@ -35,12 +34,11 @@ _FIRST_POLL_S = 0.020
 
 
 class Door(msgspec.Struct, frozen=True):
-    """What handles need of whoever made them. `patient` is false in a handler, which must not wait without a limit."""
+    """What handles need of whoever made them."""
 
     statements: db.Statements
     run: Any
     hook: Hook | None = None
-    patient: bool = True
 
 
 class OnceResult(msgspec.Struct, Generic[R], frozen=True):
@@ -74,13 +72,6 @@ class _RunBase:
 
     def __hash__(self) -> int:
         return hash(self.id)
-
-    def _pauses(self, timeout: timedelta | float | None) -> Generator[float]:
-        if timeout is None and not self._door.patient:
-            raise InvalidOptionError(
-                "a handler that waits for a run without a timeout can keep the slot that the run needs; give timeout="
-            )
-        yield from handles.pauses(timeout)
 
     def _late(self) -> TimeoutError:
         return TimeoutError(f"run {self.id} ({self.workflow}) has not ended yet")
@@ -181,7 +172,7 @@ class _AsyncRun(_RunBase):
         return await self._run(views.run_result(self._door.statements, self.id))
 
     async def _ended(self, timeout: timedelta | float | None) -> views.RunResult:
-        for pause_s in self._pauses(timeout):
+        for pause_s in handles.waiting(timeout):
             found = await self._look()
             if found.state.terminal:
                 return found
@@ -280,7 +271,7 @@ class _SyncRun(_RunBase):
         return self._run(views.run_result(self._door.statements, self.id))
 
     def _ended(self, timeout: timedelta | float | None) -> views.RunResult:
-        for pause_s in self._pauses(timeout):
+        for pause_s in handles.waiting(timeout):
             found = self._look()
             if found.state.terminal:
                 return found

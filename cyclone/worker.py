@@ -244,7 +244,7 @@ class Worker:
         def store_runs_sync(batch: store.Runs, conn: Any) -> list[store.Submitted]:
             return drive_sync(conn, store.store_runs(sql, batch, notify=True))[0]
 
-        door, sync_door = (runs.Door(sql, one.run, patient=False) for one in (records, sync_records))
+        door, sync_door = (runs.Door(sql, one.run) for one in (records, sync_records))
         self._async_doors = context.AsyncDoors(
             AsyncCompletions(self._dsn, sql, options), records, enqueue,
             runs.AsyncSubmissions(door, store_runs, _MAX_INPUT_BYTES), self._resolver.precedes,
