@@ -46,14 +46,14 @@ def test_effects_of_nodes_happen_once_whatever_is_killed(
     start_pool: live.Pools, client: cyclone.SyncClient, conn: Conn
 ) -> None:
     live.ledger(conn)
-    count = 300
+    count = 150
     pool = start_pool(procs=3, concurrency=20, lease=3, completion_pool_size=4, target=TARGET)
     runs = flows.paying.submit_many(client, range(count))
     chance = random.Random(7)
     seen = 0
-    while seen < count * 3:
-        seen += 300
-        eventually(lambda: live.value(conn, "SELECT count(*) FROM ledger") >= seen, 60, log=lambda: pool.log)  # noqa: B023
+    while seen < count * 2:
+        seen += 150
+        eventually(lambda: live.value(conn, "SELECT count(*) FROM ledger") >= seen, 100, log=lambda: pool.log)  # noqa: B023
         os.kill(chance.choice(eventually(pool.workers)), signal.SIGKILL)
     eventually(
         lambda: live.value(conn, "SELECT count(*) FROM cyclone_runs WHERE state = 'completed'") == count, 100,
