@@ -124,10 +124,12 @@ class Listener:
                         pause = 0.1
                     self.connected.clear()
                     await conn.close()
-            except (psycopg.Error, ConnectError, OSError, TimeoutError) as exc:
+            except Exception as exc:
                 if self._stopped:
                     return
-                log.warning("listening was interrupted, polling goes on: %s", exc)
+                # Whatever it is, the loop goes on: an end of it would be seen only by those whose steps start late.
+                foreseen = isinstance(exc, psycopg.Error | ConnectError | OSError | TimeoutError)
+                log.warning("listening was interrupted, polling goes on: %s", exc, exc_info=not foreseen)
                 await asyncio.sleep(pause * random.uniform(0.8, 1.2))
                 pause = min(pause * 2, 5.0)
 

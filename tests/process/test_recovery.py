@@ -516,7 +516,7 @@ def logs(pools: live.Pools) -> str:
 def test_neither_a_long_handler_nor_a_blocked_loop_loses_a_lease(
     start_pool: live.Pools, told: live.Channel, client: cyclone.SyncClient, conn: Conn
 ) -> None:
-    pool = start_pool(procs=2, lease=1, stall_limit=30)
+    pool = start_pool(procs=1, lease=1, stall_limit=30)
     app.work.enqueue_many(client, [app.Job(name=f"long {n}", sleep_s=4.5) for n in range(10)])
     entered = told.expect("entered", 10)
     app.block.enqueue(client, app.Job(name="blocks", sleep_s=3.5))
@@ -574,15 +574,16 @@ def test_a_loop_that_stands_still_is_shown_and_its_process_is_replaced(
 # Parts that fail for a reason that nobody thought of
 
 BROKEN = """
+import os
 from pathlib import Path
 from cyclone import {module}
-from process.app import *
 
+folder = Path(os.environ["APP_FOLDER"])
 whole = {module}.{owner}.{part}
 
 {define} broken(*args, **given):
-    if (FOLDER / "break").exists():
-        (FOLDER / "break").rename(FOLDER / "broke")
+    if (folder / "break").exists():
+        (folder / "break").rename(folder / "broke")
         raise RuntimeError("broken on purpose")
     return {call}
 
@@ -590,17 +591,19 @@ whole = {module}.{owner}.{part}
 """
 
 
-@pytest.mark.contract("FM-011")
+@pytest.mark.contract("FM-011", "M10")
 @pytest.mark.parametrize(
     ("module", "owner", "part", "coroutine"),
     [
         ("claim", "Claimer", "batch", True),
         ("settle", "Settler", "_settle", True),
         ("lease", "Keeper", "_renew", False),
+        ("sweep", "Sweeper", "_look_around", True),
+        ("wake", "Listener", "_listen", True),
     ],
-    ids=["claim", "settle", "lease"],
+    ids=["claim", "settle", "lease", "sweeper", "listener"],
 )
-def test_a_part_of_a_worker_that_fails_is_made_good(
+def test_a_part_that_fails_is_made_good(
     start_pool: live.Pools,
     told: live.Channel,
     client: cyclone.SyncClient,
@@ -613,13 +616,16 @@ def test_a_part_of_a_worker_that_fails_is_made_good(
 ) -> None:
     define, call = ("async def", "await whole(*args, **given)") if coroutine else ("def", "whole(*args, **given)")
     text = BROKEN.format(module=module, owner=owner, part=part, define=define, call=call)
-    (tmp_path / "breaks.py").write_text(text)
-    pool = start_pool(procs=1, target="breaks", lease=LEASE_S)
-    (pid,) = pool.workers()
+    # The interpreter imports a module of this name before all others, so it is there in every process of the pool.
+    (tmp_path / "sitecustomize.py").write_text(text)
+    pool = start_pool(procs=1, path=[tmp_path], lease=LEASE_S)
+    pids = sorted(one["pid"] for one in pool.children())
     held = app.work.enqueue(client, app.Job(name="held", gate="go-{reclaims}"))
     told.expect("entered", name="held")
     (tmp_path / "break").touch()
-    app.add_one.enqueue(client, 0)  # something to do for every part
+    # Something to do for every part.
+    app.add_one.enqueue(client, 0)
+    conn.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'cyclone listen'")
     eventually((tmp_path / "broke").exists, log=lambda: pool.log)
     # Not before the lease that there was is over: until then a worker without a renewal works.
     over = live.value(conn, "SELECT max(lease_until) FROM cyclone_lives")
@@ -629,10 +635,19 @@ def test_a_part_of_a_worker_that_fails_is_made_good(
     told.open("go-1")
     assert [handle.result(10 * LEASE_S) for handle in handles] == list(range(1, 101))
     assert held.wait(10 * LEASE_S) == "completed"
+    # Somebody sweeps, and somebody listens.
+    expired = factories.step(conn, "add_one", "running", input=1, life="expired")
+    eventually(lambda: live.step(conn, expired.id, "state") == "completed", 10 * LEASE_S, log=lambda: pool.log)
+    eventually(lambda: live.value(conn, ASLEEP), 10 * LEASE_S, log=lambda: pool.log)
     # It was done again in the same process, or the process was replaced, and what it was is told.
     assert "RuntimeError: broken on purpose" in pool.log
-    assert pool.ready().workers() == [pid] or f"worker {pid} ended: exit status 1" in pool.log
+    pool.ready()
+    now = sorted(one["pid"] for one in pool.children())
+    assert now == pids or pool.log.count("ended: exit status 1") == len({*now} - {*pids}) == 1
     assert pool.end() == 0
+
+
+ASLEEP = "SELECT count(*) FROM cyclone_sleepers WHERE until > now()"
 
 
 # What can be seen from outside
