@@ -25,7 +25,7 @@ DEADLOCKS = "SELECT deadlocks FROM pg_stat_database WHERE datname = current_data
 def test_many_wide_and_long_runs_on_eight_processes(
     start_pool: live.Pools, client: cyclone.SyncClient, conn: Conn
 ) -> None:
-    pool = start_pool(procs=8, concurrency=50, target=TARGET)
+    pool = start_pool(procs=8, concurrency=50, target=TARGET, ready=False)
     runs: list[Any] = flows.diamond.submit_many(client, range(1000))
     joined = flows.join.submit(client, 1)
     fanned = flows.fan.submit(client, 10_000)
