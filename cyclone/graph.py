@@ -196,6 +196,9 @@ def _refused(what: str) -> Callable[..., NoReturn]:
     return refuse
 
 
+_COMPUTED = "cannot be computed with"
+
+
 class _Ref:
     """A placeholder. Its attributes and items are placeholders again; whatever asks for its value raises."""
 
@@ -211,7 +214,7 @@ class _Ref:
         found = _member(place.type, name)
         if found is None:
             raise WorkflowDefinitionError(f"{place} is a {_named(place.type)}, which has no field {name!r}")
-        return _Ref(_Place(place.graph, place.source, (*place.path, found[0]), found[1]))
+        return _Ref(_Place(place.graph, place.source, (*place.path, *found[0]), found[1]))
 
     def __getitem__(self, key: object) -> _Ref:
         place = _place(self)
@@ -220,7 +223,7 @@ class _Ref:
         found = _item(place.type, key)
         if found is None:
             raise WorkflowDefinitionError(f"{place} is a {_named(place.type)}, which has no item {key!r}")
-        return _Ref(_Place(place.graph, place.source, (*place.path, key), found[0]))
+        return _Ref(_Place(place.graph, place.source, (*place.path, found[0]), found[1]))
 
     def __repr__(self) -> str:
         return f"<{_place(self)}>"
@@ -228,6 +231,7 @@ class _Ref:
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise WorkflowDefinitionError(f"{_place(self)} cannot be changed")
 
+    __delattr__ = __setitem__ = __delitem__ = _refused("cannot be changed")
     __bool__ = _refused("cannot be tested; a node takes a condition as when=")
     __iter__ = __len__ = __contains__ = __reversed__ = _refused(
         "cannot be gone over; use g.map for a node for each item"
@@ -236,9 +240,12 @@ class _Ref:
     __call__ = _refused("cannot be called")
     __str__ = __format__ = __bytes__ = _refused("cannot be made a text")
     __int__ = __float__ = __index__ = __complex__ = _refused("cannot be made a number")
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = (
-        __mod__
-    ) = __neg__ = __abs__ = __and__ = __or__ = __xor__ = __invert__ = _refused("cannot be computed with")
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = _refused(_COMPUTED)
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refused(_COMPUTED)
+    __divmod__ = __rdivmod__ = __pow__ = __rpow__ = _refused(_COMPUTED)
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _refused(_COMPUTED)
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _refused(_COMPUTED)
+    __neg__ = __pos__ = __abs__ = __invert__ = __round__ = __trunc__ = __floor__ = __ceil__ = _refused(_COMPUTED)
 
 
 def _place(ref: _Ref) -> _Place:
@@ -246,11 +253,11 @@ def _place(ref: _Ref) -> _Place:
 
 
 class _Built:
-    """What `Graph.build` stands for: an object of JSON, whose type validates it when it is read."""
+    """What `Graph.build` stands for: an object or array of JSON, whose type validates it when it is read."""
 
     __slots__ = ("fields",)
 
-    def __init__(self, fields: dict[str, Any]) -> None:
+    def __init__(self, fields: dict[str, Any] | list[Any]) -> None:
         self.fields = fields
 
 
@@ -266,6 +273,8 @@ def _plain(type_: Any) -> list[Any]:
     """The types that a value of this one can have, apart from None."""
     if type(type_).__name__ == "TypeAliasType":  # `type X = …` of Python 3.12
         return _plain(type_.__value__)
+    if isinstance(type_, typing.NewType):
+        return _plain(type_.__supertype__)
     origin = typing.get_origin(type_)
     if origin is typing.Annotated:
         return _plain(typing.get_args(type_)[0])
@@ -276,52 +285,66 @@ def _plain(type_: Any) -> list[Any]:
     return [type_]
 
 
-def _member(type_: Any, name: str) -> tuple[str | int, Any] | None:
-    """The key in JSON and the type of a field, or None."""
+def _member(type_: Any, name: str) -> tuple[tuple[str | int, ...], Any] | None:
+    """The way to a field in JSON, and its type, or None."""
     for one in _plain(type_):
         if one is Any:
-            return name, Any
+            return (name,), Any
         known = _origin(one)
         if _is(known, msgspec.Struct):
-            fields = msgspec.structs.fields(one)
-            for n, field in enumerate(fields):
+            settings = known.__struct_config__
+            for n, field in enumerate(msgspec.structs.fields(one)):
                 if field.name == name:
-                    settings = known.__struct_config__
-                    return n + (settings.tag is not None) if settings.array_like else field.encode_name, field.type
+                    return (n + (settings.tag is not None) if settings.array_like else field.encode_name,), field.type
         elif hasattr(known, "__pydantic_validator__"):
-            fields_of: Mapping[str, Any] = getattr(known, "model_fields", {})
-            if name in fields_of:
-                field = fields_of[name]
-                return field.serialization_alias or field.alias or name, field.annotation
+            fields = _pydantic_fields(known)
+            computed: Mapping[str, Any] = getattr(known, "model_computed_fields", {})
+            if name in fields:
+                if getattr(known, "__pydantic_root_model__", False):
+                    return (), fields[name].annotation  # in JSON it is its root
+                return (fields[name].serialization_alias or fields[name].alias or name,), fields[name].annotation
+            if name in computed:
+                return (computed[name].alias or name,), computed[name].return_type
         elif dataclasses.is_dataclass(known):
             if any(field.name == name for field in dataclasses.fields(known)):
-                return name, _hints(known).get(name, Any)
-        elif known in (dict, Mapping) or typing.is_typeddict(known):
-            continue  # its items are no attributes
+                return (name,), _hints(known).get(name, Any)
+        elif (names := _names_of(known)) and name in names:
+            return (names.index(name),), _hints(known).get(name, Any)
     return None
 
 
-def _item(type_: Any, key: str | int) -> tuple[Any] | None:
-    """The type of an item, or None."""
+def _item(type_: Any, key: str | int) -> tuple[str | int, Any] | None:
+    """The key of an item in JSON, and its type, or None."""
     for one in _plain(type_):
         if one is Any:
-            return (Any,)
+            return key, Any
         known = _origin(one)
         args = typing.get_args(one)
         if typing.is_typeddict(known):
             hints = _hints(known)
             if isinstance(key, str) and key in hints:
-                return (hints[key],)
+                return key, hints[key]
         elif _is(known, Mapping):
-            if isinstance(key, str):
-                return (args[1] if len(args) == 2 else Any,)
-        elif known is tuple and len(args) != 2:
-            if isinstance(key, int) and (not args or -len(args) <= key < len(args)):
-                return (args[key] if args else Any,)
+            if isinstance(key, int) == (bool(args) and args[0] is int):
+                return str(key), args[1] if len(args) == 2 else Any
         elif _is(known, Sequence | set | frozenset) and known not in (str, bytes):
-            if isinstance(key, int):
-                return (args[0] if args else Any,)
+            items = args
+            if names := _names_of(known):
+                items = tuple(_hints(known).get(name, Any) for name in names)
+            fixed = bool(names) or (known is tuple and bool(args) and args[-1] is not Ellipsis)
+            if isinstance(key, int) and (not fixed or -len(items) <= key < len(items)):
+                return key, items[key if fixed else 0] if items else Any
     return None
+
+
+def _pydantic_fields(cls: Any) -> Mapping[str, Any]:
+    """Those of a model, or of a dataclass of pydantic's."""
+    return cast("Mapping[str, Any]", getattr(cls, "model_fields", None) or getattr(cls, "__pydantic_fields__", {}))
+
+
+def _names_of(type_: Any) -> tuple[str, ...]:
+    """The fields of a NamedTuple, which in JSON is an array; of any other type none."""
+    return getattr(type_, "_fields", ()) if _is(type_, tuple) else ()
 
 
 def _hints(type_: Any) -> dict[str, Any]:
@@ -346,7 +369,8 @@ class NodeOptions(CallOptions, total=False):
     after: Node[Any] | Sequence[Node[Any]]
     """Nodes that must have ended before, though nothing of theirs is used."""
     when: object
-    """A placeholder: if its value is not true at run time, the node is skipped (cancelled, but no failure)."""
+    """A placeholder: if its value is not true at run time, the node is skipped (cancelled, but no failure). None: no
+    condition."""
     optional: bool
     """Its failure does not fail the run, although nothing is downstream (default False)."""
     on_dep_failure: OnDepFailure
@@ -396,13 +420,14 @@ class Graph(Generic[In]):
         self._workflow = workflow
         self._nodes: list[_Draft] = []
         self._names: set[str] = set()
+        self._repeated: dict[str, int] = {}
         self._done = False
 
     @overload
     def run(self, step: Step[None, Out], input: None = None, **options: Unpack[NodeOptions]) -> Node[Out]: ...
     @overload
     def run(self, step: Step[T, Out], input: T, **options: Unpack[NodeOptions]) -> Node[Out]: ...
-    def run(self, step: Step[Any, Out], input: Any = None, **options: Unpack[NodeOptions]) -> Node[Out]:
+    def run(self, step: Step[Any, Out], input: Any = msgspec.UNSET, **options: Unpack[NodeOptions]) -> Node[Out]:
         """A node that executes a step. `input` is a value in which placeholders may stand for values, at any depth;
         each of them also makes a dependency. Raises WorkflowDefinitionError for whatever is wrong with it.
         """
@@ -426,20 +451,31 @@ class Graph(Generic[In]):
             draft.max_items = config.count("max_items", options.get("max_items", 10_000), 1, _MOST_ITEMS)
         except InvalidOptionError as exc:
             raise self._error(draft.name, str(exc)) from exc
-        draft.input = self._template(draft, over)
-        if "v" in draft.input and not isinstance(draft.input["v"], list):
-            raise self._error(draft.name, "what a map goes over is a list")
+        draft.input = template = self._template(draft, over)
+        if "r" not in template:
+            items = template.get("a", template.get("v"))
+            if not isinstance(items, list | tuple):
+                raise self._error(draft.name, "what a map goes over is a list")
+            known = cast("Sequence[Any]", items)
+            if len(known) > draft.max_items:
+                raise self._error(draft.name, f"it has {len(known)} items; its max_items is {draft.max_items}")
+            for one in known:
+                self._check(draft, one if "a" in template else {"v": one})
         return self._add(draft, types.GenericAlias(list, (step.output_type,)))
 
     def build(self, cls: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """An object of a class that validates when it is built (as pydantic's do), with placeholders among its
         fields. It is built, and validated, at run time.
         """
+        self._check_open()
         return cast("T", _Built(_fields(cls, args, kwargs)))
 
-    def _begin(self, step: Any, options: Mapping[str, Any], known: frozenset[str]) -> registry.Settings:
+    def _check_open(self) -> None:
         if self._done:
             raise WorkflowDefinitionError(f"the graph of {self._workflow!r} is built; nothing can be added to it")
+
+    def _begin(self, step: Any, options: Mapping[str, Any], known: frozenset[str]) -> registry.Settings:
+        self._check_open()
         if not isinstance(step, AsyncStep | SyncStep | ProcessStep):
             raise self._error(None, f"a step is expected, not {type(step).__name__}; declare it with @cyclone.step()")
         try:
@@ -458,43 +494,52 @@ class Graph(Generic[In]):
             if not isinstance(options.get(name, False), bool):
                 raise self._error(draft.name, f"{name} must be a bool, not {type(options[name]).__name__}")
         after: Any = options.get("after", ())
-        listed: list[Any] = [after] if isinstance(after, Node) else list(after)
-        for one in listed:
+        for one in _listed(after):
             if not isinstance(one, Node):
                 raise self._error(draft.name, f"after= takes nodes, not {type(one).__name__}")
             if one.graph is not self:
                 raise self._error(draft.name, f"node {one.name!r} belongs to another graph")
             draft.parents.add(one.pos)
-        if "when" in options:
+        if options.get("when") is not None:
             if not isinstance(options["when"], _Ref):
                 raise self._error(draft.name, "when= takes a placeholder, as in when=check.output.needs_review")
             draft.when = self._template(draft, options["when"])
         return draft
 
     def _named(self, step: str, given: str | None) -> str:
-        if given is not None:
-            try:
-                name = config.name("the name of a node", given)
-            except InvalidOptionError as exc:
-                raise self._error(None, str(exc)) from exc
-            if "[" in name or "]" in name:
-                raise self._error(name, "brackets in a name are for the items of maps")
-            if name in self._names:
-                raise self._error(name, "two nodes have this name")
-        else:
-            name, n = step, 1
-            while name in self._names:
+        name: str = step if given is None else given
+        if given is None:
+            n = self._repeated.get(step, 0)
+            while n == 0 or name in self._names:
                 n += 1
-                name = f"{step}_{n}"
+                name = step if n == 1 else f"{step}_{n}"
+            self._repeated[step] = n
+        hint = "" if given is not None else "; give it another with name="
+        try:
+            config.name("the name of a node", name)
+        except InvalidOptionError as exc:
+            raise self._error(None, f"{exc}{hint}") from exc
+        if "[" in name or "]" in name:
+            raise self._error(name, f"brackets in a name are for the items of maps{hint}")
+        if name in self._names:
+            raise self._error(name, "two nodes have this name")
         return name
 
     def _set_input(self, draft: _Draft, step: Step[Any, Any], value: Any) -> None:
+        given = value is not msgspec.UNSET
         if not draft.takes_input:
-            if value is not None:
+            if given and value is not None:
                 raise self._error(draft.name, f"step {step.name!r} takes no input")
             return
-        draft.input = template = self._template(draft, value)
-        if "v" in template:  # nothing of it can change any more
+        if not given:
+            raise self._error(draft.name, f"step {step.name!r} takes an input")
+        draft.input = self._template(draft, value)
+        self._check(draft, draft.input)
+
+    def _check(self, draft: _Draft, template: Template) -> None:
+        """That a constant is an input of the step, as nothing of it can change any more."""
+        step = draft.step
+        if "v" in template:
             try:
                 step.input_codec.encode(step.input_codec.decode(msgspec.json.encode(template["v"])))
             except (codec.DecodeError, codec.EncodeError) as exc:
@@ -521,7 +566,8 @@ class Graph(Generic[In]):
             return codec.encode_custom(one)
 
         try:
-            found = msgspec.to_builtins(value, enc_hook=hook)
+            # In order, since that of a set differs between processes, and the hash of the graph must not.
+            found = msgspec.to_builtins(value, str_keys=True, order="deterministic", enc_hook=hook)
         except WorkflowDefinitionError:
             raise
         except Exception as exc:
@@ -591,6 +637,10 @@ class Graph(Generic[In]):
         )
 
 
+def _listed(given: Any) -> list[Any]:
+    return [given] if isinstance(given, Node | _Ref) or not hasattr(given, "__iter__") else list(given)
+
+
 class _Draft:
     """A node that is being built."""
 
@@ -655,28 +705,65 @@ def _folded(value: Any, refs: Mapping[str, _Place]) -> Template:
     return {"v": value}
 
 
-def _fields(cls: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The members of JSON that an object built from these arguments is read from."""
-    fields: Mapping[str, Any] | None = getattr(cls, "model_fields", None)
-    if fields is not None and hasattr(cls, "__pydantic_validator__"):
+def _fields(cls: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | list[Any]:
+    """The JSON that an object built from these arguments is read from."""
+    known: Any = _origin(cls)
+
+    def wrong(why: object) -> WorkflowDefinitionError:
+        return WorkflowDefinitionError(f"g.build({_named(cls)}, …): {why}")
+
+    if hasattr(known, "model_fields") and hasattr(known, "__pydantic_validator__"):
         if args:
-            raise WorkflowDefinitionError(f"g.build({_named(cls)}, …) takes the fields of a model by name")
-        known: dict[str, str] = {}
-        for name, field in fields.items():
-            alias = field.validation_alias if isinstance(field.validation_alias, str) else None
-            known[name] = known[alias or field.alias or name] = alias or field.alias or name
-        for name in kwargs:
-            if name not in known:
-                raise WorkflowDefinitionError(f"{_named(cls)} has no field {name!r}")
-        return {known[name]: value for name, value in kwargs.items()}
+            raise wrong("it takes the fields of a model by name")
+        return _model_fields(known, kwargs, wrong)
+    if typing.is_typeddict(known):
+        if args:
+            raise wrong("it takes the fields by name")
+        if unknown := kwargs.keys() - _hints(known).keys():
+            raise wrong(f"there is no field {min(unknown)!r}")
+        return kwargs
     try:
-        bound = inspect.signature(cls).bind(*args, **kwargs)
+        bound = inspect.signature(known).bind(*args, **kwargs)
     except (TypeError, ValueError) as exc:
-        raise WorkflowDefinitionError(f"g.build({_named(cls)}, …): {exc}") from exc
-    if isinstance(cls, type) and issubclass(cls, msgspec.Struct):
-        names = {field.name: field.encode_name for field in msgspec.structs.fields(cls)}
-        return {names[name]: value for name, value in bound.arguments.items()}
-    return dict(bound.arguments)
+        raise wrong(exc) from exc
+    for parameter in bound.signature.parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and parameter.name in bound.arguments:
+            raise wrong(f"it cannot be told which fields {parameter} are")
+    return _struct_fields(known, bound.arguments) if _is(known, msgspec.Struct) else dict(bound.arguments)
+
+
+def _model_fields(
+    cls: Any, kwargs: dict[str, Any], wrong: Callable[[object], WorkflowDefinitionError]
+) -> dict[str, Any]:
+    fields = _pydantic_fields(cls)
+    known: dict[str, str] = {}
+    for name, field in fields.items():
+        alias = field.validation_alias if isinstance(field.validation_alias, str) else None
+        known[name] = known[alias or field.alias or name] = alias or field.alias or name
+    for name in kwargs:
+        if name not in known and cls.model_config.get("extra") != "allow":
+            raise wrong(f"there is no field {name!r}")
+    given = {known.get(name, name): value for name, value in kwargs.items()}
+    for name, field in fields.items():
+        if field.is_required() and known[name] not in given:
+            raise wrong(f"the field {name!r} is missing")
+    return given
+
+
+def _struct_fields(cls: type[msgspec.Struct], given: Mapping[str, Any]) -> dict[str, Any] | list[Any]:
+    settings = cls.__struct_config__
+    fields = msgspec.structs.fields(cls)
+    if not settings.array_like:
+        tag = {} if settings.tag is None else {settings.tag_field or "type": settings.tag}
+        return tag | {field.encode_name: given[field.name] for field in fields if field.name in given}
+    items: list[Any] = [] if settings.tag is None else [settings.tag]
+    for field in fields:  # an array has no room for what is left out
+        if field.name in given or field.required:  # what is required is given, or its signature would not fit
+            items.append(given[field.name])
+        else:
+            factory: Any = field.default_factory
+            items.append(field.default if factory is msgspec.NODEFAULT else factory())
+    return items
 
 
 # Workflows
@@ -815,7 +902,7 @@ def diagram(spec: GraphSpec, format: str = "mermaid") -> str:
         marks += ["for each"] if node.map else []
         marks += ["result"] if pos == spec.result else []
         marks += ["optional"] if node.optional else []
-        label = " · ".join(marks).replace('"', "'")
+        label = _quotable(" · ".join(marks), format)
         lines.append(f'  n{pos}["{label}"]' if format == "mermaid" else f'  n{pos} [label="{label}"];')
         conditions = set(_places(node.when)) if node.when is not None else set[int]()
         for parent in node.parents:
@@ -828,8 +915,13 @@ def diagram(spec: GraphSpec, format: str = "mermaid") -> str:
             else:
                 style = ' style="dashed"' if parent in conditions else ""
                 lines.append(f'  n{parent} -> n{pos} [label="{note}"{style}];' if note else f"  n{parent} -> n{pos};")
-    head, tail = ("flowchart TD", []) if format == "mermaid" else (f'digraph "{spec.workflow}" {{', ["}"])
-    return "\n".join([head, *lines, *tail])
+    if format == "mermaid":
+        return "\n".join(["flowchart TD", *lines])
+    return "\n".join([f'digraph "{_quotable(spec.workflow, format)}" {{', *lines, "}"])
+
+
+def _quotable(text: str, format: str) -> str:
+    return (text if format == "mermaid" else text.replace("\\", "\\\\")).replace('"', "'")
 
 
 def _places(template: Template) -> Iterable[int]:

@@ -8,14 +8,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, NewType, TypedDict
 
 import msgspec
 import pydantic
+import pydantic.dataclasses
 import pytest
 
 import cyclone
-from cyclone import CANCEL_BRANCH, FAIL_RUN, RUN_ANYWAY, Context, Graph, Node, WorkflowDefinitionError, graph
+from cyclone import CANCEL_BRANCH, FAIL_RUN, RUN_ANYWAY, Context, Graph, Node, WorkflowDefinitionError, codec, graph
 
 
 class Item(msgspec.Struct):
@@ -52,6 +53,58 @@ class Point(msgspec.Struct, array_like=True):
     y: int
 
 
+class Span(NamedTuple):
+    first: int
+    last: Point
+
+
+class Box(msgspec.Struct, tag="box", rename="upper"):
+    size: int = 1
+
+
+class Pair(msgspec.Struct, array_like=True, tag="pair"):
+    left: str
+    right: list[int] = []
+
+
+@pydantic.dataclasses.dataclass
+class Owner:
+    name: str
+
+
+class Batch(pydantic.RootModel[list[int]]): ...
+
+
+class Sum(pydantic.BaseModel):
+    cents: int
+    model_config = pydantic.ConfigDict(extra="allow")
+
+    @pydantic.computed_field
+    def euros(self) -> int:
+        return self.cents // 100
+
+
+Known = NewType("Known", Item)
+
+
+class Priced(msgspec.Struct, tag="priced"):
+    price: int
+
+
+class Everything(msgspec.Struct):
+    span: Span
+    known: Known
+    owner: Owner
+    batch: Batch
+    total: Sum
+    two: tuple[str, Item]
+    many: tuple[Item, ...]
+    by_id: dict[int, Item]
+    one_of: Box | Priced | None
+    whatever: Any
+    note: str
+
+
 @cyclone.step("take")
 async def take(ctx: Context, order: Order) -> Order:
     return order
@@ -86,17 +139,26 @@ async def point(ctx: Context) -> Point:
 async def tick(ctx: Context) -> None: ...
 
 
-def built(fn: Callable[[Graph[Order]], object]) -> graph.GraphSpec:
-    def flow(g: Graph[Order]) -> Any:
+@cyclone.step("item[0]")
+async def bracketed(ctx: Context) -> None: ...
+
+
+@cyclone.step("l" * 199)
+async def long_named(ctx: Context) -> None: ...
+
+
+def built(fn: Callable[[Graph[Any]], object], input_type: Any = Order) -> graph.GraphSpec:
+    def flow(g: Any) -> Any:
         found = fn(g)
         return found if isinstance(found, Node) else None
 
+    flow.__annotations__["g"] = Graph[input_type]
     return cyclone.workflow("flow")(flow).spec
 
 
-def refused(fn: Callable[[Graph[Order]], object]) -> str:
+def refused(fn: Callable[[Graph[Any]], object], input_type: Any = Order) -> str:
     with pytest.raises(WorkflowDefinitionError) as caught:
-        built(fn)
+        built(fn, input_type)
     return str(caught.value)
 
 
@@ -109,9 +171,15 @@ def refused(fn: Callable[[Graph[Order]], object]) -> str:
     [
         (lambda g: (g.run(tick, name="a"), g.run(tick, name="a")), "two nodes have this name"),
         (lambda g: g.run(tick, name="a[0]"), "brackets"),
+        (lambda g: g.run(bracketed), "give it another with name="),
+        (lambda g: (g.run(long_named), g.run(long_named)), "give it another with name="),
         (lambda g: g.run(tick, name=""), "must not be empty"),
+        (lambda g: g.run(tick, name=3), "must be a str"),
         (lambda g: None, "it has no node"),
         (lambda g: g.run(tick, after="a"), "after= takes nodes"),
+        (lambda g: g.run(tick, after=3), "after= takes nodes"),
+        (lambda g: g.run(tick, after=g.input), "after= takes nodes"),
+        (lambda g: g.run(anything), "takes an input"),
         (lambda g: g.run(tick, queu="mail"), "did you mean 'queue'"),
         (lambda g: g.run(tick, 1), "takes no input"),
         (lambda g: g.run(item, {"sku": "a"}), "this is no input of step 'item'"),
@@ -125,6 +193,16 @@ def refused(fn: Callable[[Graph[Order]], object]) -> str:
         (lambda g: g.run(tick, on_dep_failure="ignore"), "on_dep_failure must be one of"),
         (lambda g: g.run(tick, optional=1), "optional must be a bool"),
         (lambda g: g.map(item, 3), "is a list"),
+        (lambda g: g.map(item, {"a": g.input.items[0]}), "is a list"),
+        (lambda g: g.map(item, [{"sku": "a"}]), "this is no input of step 'item'"),
+        (lambda g: g.map(item, [g.input.items[0], {"sku": "a"}]), "this is no input of step 'item'"),
+        (lambda g: g.map(anything, [1, 2, 3], max_items=2), "it has 3 items; its max_items is 2"),
+        (lambda g: g.build(Card, cents=g.input.note), "the field 'holder' is missing"),
+        (lambda g: g.build(Card, cents=3, holder="ab", owner="a"), "there is no field 'owner'"),
+        (lambda g: g.build(Card, 3), "by name"),
+        (lambda g: g.build(Label, frm=g.input.note), "there is no field 'frm'"),
+        (lambda g: g.build(Parcel, weight=1.0), "missing a required argument"),
+        (lambda g: g.build(lambda **fields: fields, a=1), "cannot be told"),
         (lambda g: g.map(item, g.input.items, max_parallel=0), "max_parallel"),
         (lambda g: g.map(item, g.input.items, max_items=10**6), "max_items"),
     ],
@@ -148,6 +226,8 @@ def test_nodes_of_another_graph_are_refused() -> None:
     assert "belongs to another graph" in refused(lambda g: g.run(anything, node.output))
     with pytest.raises(WorkflowDefinitionError, match="is built"):
         other.run(tick)
+    with pytest.raises(WorkflowDefinitionError, match="is built"):
+        other.build(Parcel, "a", 1.0)
 
     def foreign(g: Graph[Order]) -> Node[None]:
         g.run(tick)
@@ -183,7 +263,8 @@ def test_the_function_of_a_workflow_takes_a_typed_graph() -> None:
         lambda ref: bool(ref), lambda ref: not ref, lambda ref: ref == 1, lambda ref: ref != 1, lambda ref: ref < 1,
         lambda ref: list(ref), lambda ref: len(ref), lambda ref: 1 in ref, lambda ref: ref(), lambda ref: ref + 1,
         lambda ref: f"{ref}", lambda ref: str(ref), lambda ref: int(ref), lambda ref: {ref}, lambda ref: 2 * ref,
-        lambda ref: setattr(ref, "qty", 3),
+        lambda ref: setattr(ref, "qty", 3), lambda ref: ref.__setitem__(0, 1), lambda ref: ref**2, lambda ref: 2 // ref,
+        lambda ref: round(ref), lambda ref: ref | 1, lambda ref: +ref, lambda ref: divmod(ref, 2),
     ],
 )  # fmt: skip
 def test_a_placeholder_has_no_value_yet(use: Callable[[Any], object]) -> None:
@@ -204,7 +285,83 @@ def test_a_field_that_the_type_has_not_is_refused(use: Callable[[Any], object]) 
     refused(use)
 
 
+@pytest.mark.contract("W4")
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda a: a.span.middle, lambda a: a.span[2], lambda a: a.owner.age, lambda a: a.batch.sum, lambda a: a.two[2],
+        lambda a: a.two[0].sku, lambda a: a.by_id["a"], lambda a: a.one_of.weight, lambda a: a.total.pounds,
+        lambda a: a.known.price, lambda a: a.many["a"],
+    ],
+)  # fmt: skip
+def test_a_part_that_the_type_has_not_is_refused(use: Callable[[Any], object]) -> None:
+    assert "which has no" in refused(lambda g: use(g.input), Everything)
+
+
 # What is stored
+
+
+@pytest.mark.contract("W4")
+@pytest.mark.parametrize(
+    ("use", "path"),
+    [
+        (lambda a: a.span.last.y, ["span", 1, 1]),
+        (lambda a: a.span[-1].x, ["span", -1, 0]),
+        (lambda a: a.known.sku, ["known", "sku"]),
+        (lambda a: a.owner.name, ["owner", "name"]),
+        (lambda a: a.batch.root[3], ["batch", 3]),
+        (lambda a: a.total.euros, ["total", "euros"]),
+        (lambda a: a.two[1].qty, ["two", 1, "qty"]),
+        (lambda a: a.many[7].qty, ["many", 7, "qty"]),
+        (lambda a: a.by_id[7].qty, ["by_id", "7", "qty"]),
+        (lambda a: a.one_of.price, ["one_of", "price"]),
+        (lambda a: a.whatever.x["y"][0], ["whatever", "x", "y", 0]),
+    ],
+)
+def test_a_path_is_that_of_the_json(use: Callable[[Any], object], path: list[Any]) -> None:
+    spec = built(lambda g: g.run(anything, use(g.input)), Everything)
+    assert spec.nodes[0].input == {"r": [-1, *path]}
+
+
+def test_a_path_finds_what_the_codec_writes() -> None:
+    qty = Item("a", 3)
+    value = Everything(
+        Span(1, Point(2, 3)), qty, Owner("o"), Batch([1, 2, 3, 4]), Sum(cents=300), ("a", qty), (qty,),
+        {7: qty}, Priced(5), None, "n",
+    )  # fmt: skip
+    data = codec.Codec[Any](Everything).encode(value)
+    uses: list[tuple[Callable[[Any], object], int]] = [
+        (lambda a: a.span.last.y, 3), (lambda a: a.batch.root[3], 4), (lambda a: a.total.euros, 3),
+        (lambda a: a.by_id[7].qty, 3), (lambda a: a.one_of.price, 5), (lambda a: a.two[1].qty, 3),
+    ]  # fmt: skip
+    for use, wanted in uses:
+        template = built(lambda g, use=use: g.run(anything, use(g.input)), Everything).nodes[0].input
+        assert template is not None and graph.compose(template, {-1: data}) == str(wanted).encode()
+
+
+@pytest.mark.contract("W4")
+@pytest.mark.parametrize(
+    ("cls", "fields", "template"),
+    [
+        (Box, {"size": "n"}, {"o": {"type": {"v": "box"}, "SIZE": "n"}}),
+        (Pair, {"left": "n"}, {"a": [{"v": "pair"}, "n", {"v": []}]}),
+        (Label, {"to": "n", "lines": []}, {"o": {"to": "n", "lines": {"v": []}}}),
+        (Owner, {"name": "n"}, {"o": {"name": "n"}}),
+        (Sum, {"cents": 1, "more": "n"}, {"o": {"cents": {"v": 1}, "more": "n"}}),
+    ],
+)
+def test_what_is_built_is_what_its_type_is_read_from(cls: Any, fields: dict[str, Any], template: Any) -> None:
+    """In the templates, "n" is the reference."""
+
+    def flow(g: Graph[Any]) -> object:
+        note = g.input.note
+        return g.run(anything, g.build(cls, **{name: note if one == "n" else one for name, one in fields.items()}))
+
+    reference = {"r": [-1, "note"]}
+    text = json.dumps(template).replace('"n"', json.dumps(reference))
+    found = built(flow, Everything).nodes[0].input
+    assert found == json.loads(text) and found is not None
+    codec.Codec[Any](cls).decode(graph.compose(found, {-1: b'{"note": 1}' if cls is Box else b'{"note": "a"}'}))
 
 
 @pytest.mark.contract("W4")
@@ -286,6 +443,16 @@ def test_names_and_dependencies() -> None:
     assert [node.sources for node in spec.nodes] == [[-1], [0], [-1], [2], [2]]
     assert [node.sink for node in spec.nodes] == [False, True, False, True, True]
     assert spec.nodes[4].map and spec.nodes[4].max_items == 10_000
+
+
+@pytest.mark.contract("W6")
+def test_a_default_name_steps_aside_for_a_given_one() -> None:
+    def flow(g: Graph[Any]) -> None:
+        g.run(tick, name="tick_2")
+        for _ in range(3):
+            g.run(tick, when=None)
+
+    assert [node.name for node in built(flow).nodes] == ["tick_2", "tick", "tick_3", "tick_4"]
 
 
 @pytest.mark.contract("R37", "R38", "W13")
@@ -375,7 +542,7 @@ def test_a_graph_has_the_same_hash_in_every_process() -> None:
 
 def wide(g: Graph[Order]) -> None:
     nodes = [g.run(tick, tags=["a", "b"], metadata={"x": 1, "a": 2}) for _ in range(20)]
-    g.run(anything, {"a": g.input.order_id, "b": [1, 2]}, after=nodes)
+    g.run(anything, {"a": g.input.order_id, "b": [1, 2], "c": {"x", "y", "z"}, 4: None}, after=nodes)
 
 
 def test_a_graph_is_drawn() -> None:
@@ -396,3 +563,15 @@ def test_a_graph_is_drawn() -> None:
     assert 'n0 -> n1 [label="when, cancel branch" style="dashed"]' in declared.diagram("dot")
     with pytest.raises(cyclone.InvalidOptionError):
         declared.diagram("png")  # type: ignore[arg-type]
+
+
+def test_a_drawing_stands_any_name() -> None:
+    def flow(g: Graph[Order]) -> None:
+        g.run(tick, name='a "b" \\')
+
+    declared = cyclone.workflow('d "e"')(flow)
+    assert declared.diagram().splitlines()[1] == r"""  n0["a 'b' \: tick"]"""
+    assert declared.diagram("dot").splitlines()[:2] == [
+        """digraph "d 'e'" {""",
+        r"""  n0 [label="a 'b' \\: tick"];""",
+    ]
