@@ -141,8 +141,8 @@ class Resolver:
         self, step: Claimed, found: Mapping[tuple[int, int], bytes], failures: list[StepError]
     ) -> Claimed | Outcome:
         node = self.node(step)
-        if step.input is not None:
-            return step
+        if step.input is not None:  # an item of a map, which depends on what the map does
+            return msgspec.structs.replace(step, failed_dependencies=failures) if failures else step
         sources = {pos: found.get((step.run_id, pos), b"null") for pos in node.sources}
         try:
             if node.when is not None and not graph.holds(node.when, sources):

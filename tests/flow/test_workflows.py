@@ -415,6 +415,21 @@ async def test_a_failure_stays_in_its_branch(dsn: str) -> None:
         assert sorted(calls) == ["bad", "gone", "gone_too"]
 
 
+@pytest.mark.contract("W13")
+async def test_the_items_of_a_map_that_runs_anyway_read_what_failed_before_it(dsn: str) -> None:
+    @cyclone.workflow("anyway")
+    def anyway(g: Graph[int]) -> Node[int]:
+        bad = g.run(fragile, g.input, name="bad")
+        g.map(note, [1, 2], name="each", after=bad, on_dep_failure=RUN_ANYWAY)
+        return g.run(add, g.input)
+
+    broken.add("bad")
+    async with engine(dsn) as client:
+        run = await anyway.submit(client, 1)
+        assert await run.wait(10) is RunState.COMPLETED
+    assert {"each[0] ['bad']", "each[1] ['bad']"} <= set(calls)
+
+
 @pytest.mark.contract("R38")
 async def test_an_optional_node_may_fail_at_the_end(dsn: str) -> None:
     @cyclone.workflow("optional")
