@@ -340,12 +340,12 @@ def _enqueue(
 
     What is not given is as the step declares it. With --jsonl a bad line ends the command, and nothing is enqueued.
     """
-    from . import db, plan, registry, store
+    from . import db, plan, registry, store, wake
 
     if (input is None) == (jsonl is None):
         raise InvalidOptionError("give either JSON (null for a step without input) or --jsonl FILE")
-    options: dict[str, Any] = {}
-    given: tuple[tuple[str, str | None, Callable[[str, str], object]], ...] = (
+    options = _parsed(
+        tag,
         ("max_attempts", max_attempts, config.parse_count),
         ("queue", queue, lambda _, text: text),
         ("priority", priority, config.parse_count),
@@ -355,11 +355,6 @@ def _enqueue(
         ("keep_for", keep_for, config.parse_seconds),
         ("metadata", metadata, _parse_object),
     )
-    for name, value, parse in given:
-        if value is not None:
-            options[name] = parse(f"--{name.replace('_', '-')}", value)
-    if tag:
-        options["tags"] = tag
     if unique is not None:
         if jsonl is not None:
             raise InvalidOptionError("--unique is for a single step, not for --jsonl")
@@ -389,13 +384,19 @@ def _enqueue(
                 count, asleep = count + len(some), asleep or stored.asleep
                 advance(count)
         if asleep:
-            plan.drive_sync(conn, store.wake(statements))
+            plan.drive_sync(conn, wake.sleepers(statements))
     if file is not None:
         _print_json({"step": step, "enqueued": count}) if as_json else print(f"enqueued {count:,} steps")
     elif as_json:
         _print_json({"step": step, "run_id": run_id, **({} if unique is None else {"created": created})})
     else:
         print(run_id)
+
+
+def _parsed(tags: list[str] | None, *given: tuple[str, str | None, Callable[[str, str], object]]) -> dict[str, Any]:
+    """The options that were given, by their names in Python."""
+    found = {name: parse(f"--{name.replace('_', '-')}", value) for name, value, parse in given if value is not None}
+    return {**found, "tags": tags} if tags else found
 
 
 def _parse_instant(source: str, text: str) -> datetime:
@@ -543,8 +544,8 @@ def _submit(
     """
     from . import codec, db, plan, store
 
-    options: dict[str, Any] = {}
-    given: tuple[tuple[str, str | None, Callable[[str, str], object]], ...] = (
+    options = _parsed(
+        tag,
         ("queue", queue, lambda _, text: text),
         ("priority", priority, config.parse_count),
         ("delay", delay, config.parse_seconds),
@@ -553,11 +554,6 @@ def _submit(
         ("keep_for", keep_for, config.parse_seconds),
         ("metadata", metadata, _parse_object),
     )
-    for name, value, parse in given:
-        if value is not None:
-            options[name] = parse(f"--{name.replace('_', '-')}", value)
-    if tag:
-        options["tags"] = tag
     anything: codec.Codec[Any] = codec.Codec(Any)
     try:
         value = anything.decode(os.fsencode(input))
@@ -839,7 +835,7 @@ def _retry(
 
     Exits with 4 if NODE is not discarded; with --all nothing to reopen is no error.
     """
-    from . import control, db, plan, store, views
+    from . import control, db, plan, views, wake
 
     if (node is None) != everything:
         raise InvalidOptionError("give either NODE or --all")
@@ -853,7 +849,7 @@ def _retry(
         with conn.transaction(force_rollback=dry_run):
             done = plan.drive_sync(conn, control.reopen(statements, number, node, asked, notify=False))
         if done.asleep and not dry_run:
-            plan.drive_sync(conn, store.wake(statements))
+            plan.drive_sync(conn, wake.sleepers(statements))
     nodes = [event.node for event in done.events]
     if as_json:
         _print_json({"run_id": run, "nodes": nodes, "dry_run": dry_run})

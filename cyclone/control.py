@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -160,14 +160,14 @@ def reopen(
             raise NotFoundError(f"run {run} is not visible")
     if not ids:
         return Reopened([], False)
+    for holder, kind, key in (yield Run(statements["taken_keys"], {"ids": ids})):
+        raise DuplicateError(holder, kind, key)
     return (yield from _reopen_steps(statements, ids, asked, notify, now))
 
 
 def _reopen_steps(
     statements: db.Statements, ids: Sequence[int], asked: Request, notify: bool, now: datetime | None
 ) -> Plan[Reopened]:
-    for holder, kind, key in (yield Run(statements["taken_keys"], {"ids": ids})):
-        raise DuplicateError(holder, kind, key)
     rows = yield Run(
         statements["reopen_steps"],
         {
@@ -189,11 +189,11 @@ def _reopen_run(
     run: int,
     node: str | None,
     asked: Request,
-    locked: tuple[str, str, str, str | None, bool | None],
+    locked: tuple[str, str, str | None, bool | None],
     notify: bool,
     now: datetime | None,
 ) -> Plan[Reopened]:
-    state, ending, _, result, late = locked
+    state, ending, result, late = locked
     new_deadline = asked.deadline_s is not None or asked.deadline_at is not None
     if state == RunState.CANCELLED:
         raise InvalidStateError(f"run {run} was cancelled; submit it again")
@@ -202,7 +202,7 @@ def _reopen_run(
         if ended < _ROUND:
             break
     rows = yield Run(statements["lock_nodes"], {"run_id": run})
-    nodes = {row[0]: _node(row) for row in rows}
+    nodes = {row[0]: Node(*row) for row in rows}
     if node is None:
         ids = {one.id for one in nodes.values() if one.state == StepState.EXHAUSTED}
         if not ids and not (new_deadline and any(one.fate == "deadline" for one in nodes.values())):
@@ -223,7 +223,6 @@ def _reopen_run(
         reopened = yield from _reopen_steps(statements, sorted(ids), asked, notify, now)
     # The reopened ones too, for what they have become in the graph; they keep their new tickets.
     changed += [after[number] for number in sorted(ids)]
-    ends = {one.id: one for one in after.values()}
     yield Run(
         statements["restore_nodes"],
         {
@@ -234,8 +233,8 @@ def _reopen_run(
             "fates": [one.fate for one in changed],
             "sinks": [one.sink for one in changed],
             "nexts": [one.map_next for one in changed],
-            "open_sinks": sum(one.sink and one.map_step is None and not one.ended for one in ends.values()),
-            "lost": any(one.lost or (one.name == result and one.bad) for one in ends.values() if one.map_step is None),
+            "open_sinks": sum(one.sink and one.map_step is None and not one.ended for one in after.values()),
+            "lost": any(one.lost or (one.name == result and one.bad) for one in after.values() if one.map_step is None),
             "deadline_s": asked.deadline_s,
             "deadline_at": asked.deadline_at,
             "now": now,
@@ -258,8 +257,7 @@ class Node(NamedTuple):
     contained: bool
     sink: bool
     map_step: int | None
-    children: tuple[int, ...]
-    map: bool
+    children: Sequence[int]
     parallel: int | None
     pending: int = 0
     map_next: int | None = None
@@ -281,24 +279,6 @@ class Node(NamedTuple):
     def lost(self) -> bool:
         """Whether its end means that the run cannot end well."""
         return self.bad and self.fate != "dependency" and not self.contained
-
-
-def _node(row: tuple[Any, ...]) -> Node:
-    number, name, state, fate, policy, accept_skipped, contained, sink, map_step, children, is_map, parallel = row
-    return Node(
-        number,
-        name,
-        state,
-        fate,
-        policy,
-        accept_skipped,
-        contained,
-        sink,
-        map_step,
-        tuple(children or ()),
-        is_map,
-        parallel,
-    )
 
 
 def restored(nodes: Mapping[int, Node], reopened: Iterable[int], fates: Iterable[str]) -> dict[int, Node]:

@@ -8,6 +8,7 @@ changes a run that is under way, and whatever is wrong with a graph shows at imp
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import inspect
 import os
@@ -139,7 +140,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Nothing is downstream."""
 
 
-class GraphSpec(msgspec.Struct, frozen=True, kw_only=True):
+class GraphSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A graph as it is stored, once for each version of it."""
 
     workflow: str
@@ -154,7 +155,7 @@ class GraphSpec(msgspec.Struct, frozen=True, kw_only=True):
         """As JSON, the same in every process."""
         return msgspec.json.encode(self)
 
-    @property
+    @functools.cached_property  # each submission asks for it
     def hash(self) -> str:
         """What the graph is known by in the database."""
         return hashlib.sha256(self.encode()).hexdigest()
@@ -960,7 +961,7 @@ class Workflow(AnyWorkflow, Generic[In]):
     def submit_tx(self, client: SyncSubmitter, tx: SyncTx, input: In, **options: Unpack[SubmitOptions]) -> SyncRun: ...
     def submit_tx(self, client: Any, tx: Any, input: Any, **options: Unpack[SubmitOptions]) -> Any:
         """As `submit`, in the caller's transaction. Nothing but SQL is sent on its connection."""
-        return _submit(self, client, input, options, _given(tx))
+        return _submit(self, client, input, options, registry.given(tx))
 
     @overload
     def submit_many(
@@ -972,7 +973,7 @@ class Workflow(AnyWorkflow, Generic[In]):
     ) -> list[SyncRun]: ...
     def submit_many(self, client: Any, inputs: Iterable[In], **options: Unpack[SubmitOptions]) -> Any:
         """A new run for each input, all in one commit. The handles are in the order of the inputs."""
-        return _door(client, "__cyclone_submit__")(self, inputs, options)
+        return registry.door(client, "__cyclone_submit__")(self, inputs, options)
 
     @overload
     def submit_once(
@@ -1036,7 +1037,7 @@ class Workflow(AnyWorkflow, Generic[In]):
         """As `submit_once`, in the caller's transaction, which goes on after a conflict. Others that submit the key
         wait for its end, so it should be short.
         """
-        return _submit_once(self, client, key, input, compare, options, _given(tx))
+        return _submit_once(self, client, key, input, compare, options, registry.given(tx))
 
     @overload
     def submit_once_many(
@@ -1067,7 +1068,7 @@ class Workflow(AnyWorkflow, Generic[In]):
         """As `submit_once` for each pair of a key and an input, in one commit. A conflict is in its own result and does
         not fail the others. The results are in the order of the items.
         """
-        return _door(client, "__cyclone_submit_once__")(self, items, options, compare)
+        return registry.door(client, "__cyclone_submit_once__")(self, items, options, compare)
 
     @overload
     def find(self, client: AsyncSubmitter, key: str) -> Awaitable[Run | None]: ...
@@ -1075,7 +1076,7 @@ class Workflow(AnyWorkflow, Generic[In]):
     def find(self, client: SyncSubmitter, key: str) -> SyncRun | None: ...
     def find(self, client: Any, key: str) -> Any:
         """The run that has a key, or None."""
-        return _door(client, "__cyclone_find__")(self, key)
+        return registry.door(client, "__cyclone_find__")(self, key)
 
     @overload
     def get(self, client: AsyncSubmitter, run_id: str) -> Run: ...
@@ -1083,7 +1084,7 @@ class Workflow(AnyWorkflow, Generic[In]):
     def get(self, client: SyncSubmitter, run_id: str) -> SyncRun: ...
     def get(self, client: Any, run_id: str) -> Any:
         """A handle of a run from its id, without a look at the database. Raises NotFoundError for what is no id."""
-        return _door(client, "__cyclone_run__")(self, run_id)
+        return registry.door(client, "__cyclone_run__")(self, run_id)
 
 
 class ResultWorkflow(AnyWorkflow, Generic[In, Out]):
@@ -1117,7 +1118,7 @@ class ResultWorkflow(AnyWorkflow, Generic[In, Out]):
     ) -> SyncResultRun[Out]: ...
     def submit_tx(self, client: Any, tx: Any, input: Any, **options: Unpack[SubmitOptions]) -> Any:
         """As Workflow.submit_tx."""
-        return _submit(self, client, input, options, _given(tx))
+        return _submit(self, client, input, options, registry.given(tx))
 
     @overload
     def submit_many(
@@ -1129,7 +1130,7 @@ class ResultWorkflow(AnyWorkflow, Generic[In, Out]):
     ) -> list[SyncResultRun[Out]]: ...
     def submit_many(self, client: Any, inputs: Iterable[In], **options: Unpack[SubmitOptions]) -> Any:
         """As Workflow.submit_many."""
-        return _door(client, "__cyclone_submit__")(self, inputs, options)
+        return registry.door(client, "__cyclone_submit__")(self, inputs, options)
 
     @overload
     def submit_once(
@@ -1183,7 +1184,7 @@ class ResultWorkflow(AnyWorkflow, Generic[In, Out]):
         self, client: Any, tx: Any, key: str, input: Any, *, compare: Compare = "json", **options: Unpack[SubmitOptions]
     ) -> Any:
         """As Workflow.submit_once_tx."""
-        return _submit_once(self, client, key, input, compare, options, _given(tx))
+        return _submit_once(self, client, key, input, compare, options, registry.given(tx))
 
     @overload
     def submit_once_many(
@@ -1212,7 +1213,7 @@ class ResultWorkflow(AnyWorkflow, Generic[In, Out]):
         **options: Unpack[SubmitOptions],
     ) -> Any:
         """As Workflow.submit_once_many."""
-        return _door(client, "__cyclone_submit_once__")(self, items, options, compare)
+        return registry.door(client, "__cyclone_submit_once__")(self, items, options, compare)
 
     @overload
     def find(self, client: AsyncSubmitter, key: str) -> Awaitable[ResultRun[Out] | None]: ...
@@ -1220,7 +1221,7 @@ class ResultWorkflow(AnyWorkflow, Generic[In, Out]):
     def find(self, client: SyncSubmitter, key: str) -> SyncResultRun[Out] | None: ...
     def find(self, client: Any, key: str) -> Any:
         """As Workflow.find."""
-        return _door(client, "__cyclone_find__")(self, key)
+        return registry.door(client, "__cyclone_find__")(self, key)
 
     @overload
     def get(self, client: AsyncSubmitter, run_id: str) -> ResultRun[Out]: ...
@@ -1228,24 +1229,11 @@ class ResultWorkflow(AnyWorkflow, Generic[In, Out]):
     def get(self, client: SyncSubmitter, run_id: str) -> SyncResultRun[Out]: ...
     def get(self, client: Any, run_id: str) -> Any:
         """As Workflow.get."""
-        return _door(client, "__cyclone_run__")(self, run_id)
-
-
-def _door(client: Any, name: str) -> Callable[..., Any]:
-    try:
-        return cast("Callable[..., Any]", getattr(client, name))
-    except AttributeError:
-        raise TypeError(f"a Client, SyncClient or handler context is expected, not {type(client).__name__}") from None
-
-
-def _given(tx: Any) -> Any:
-    if tx is None:  # which to the submitter would mean a commit of its own
-        raise TypeError("a connection that is in a transaction is expected, not None")
-    return tx
+        return registry.door(client, "__cyclone_run__")(self, run_id)
 
 
 def _submit(workflow: AnyWorkflow, client: Any, input: Any, options: SubmitOptions, tx: Any = None) -> Any:
-    return _then(_door(client, "__cyclone_submit__")(workflow, (input,), options, tx), lambda found: found[0])
+    return registry.single(registry.door(client, "__cyclone_submit__")(workflow, (input,), options, tx))
 
 
 def _submit_once(
@@ -1256,15 +1244,8 @@ def _submit_once(
             raise found[0].error
         return found[0].run, found[0].created
 
-    door = _door(client, "__cyclone_submit_once__")
-    return _then(door(workflow, ((key, input),), options, compare, tx), only)
-
-
-def _then(found: Any, function: Callable[[Any], Any]) -> Any:
-    async def later() -> Any:
-        return function(await found)
-
-    return later() if inspect.isawaitable(found) else function(found)
+    door = registry.door(client, "__cyclone_submit_once__")
+    return registry.then(door(workflow, ((key, input),), options, compare, tx), only)
 
 
 # Declaring

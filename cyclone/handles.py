@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-from . import codec, config, control, db, store, views
+from . import codec, config, control, db, views, wake
 from .errors import InvalidOptionError, ResultError, RunCancelledError, RunFailedError
 from .events import Hook
 from .model import RunID
@@ -229,7 +229,7 @@ def reopen(
     if hook is not None:
         hook.tell(done.events)
     if done.asleep:
-        yield from store.wake(statements)
+        yield from wake.sleepers(statements)
     return len(done.events)
 
 

@@ -263,7 +263,7 @@ class Step(Generic[In, Out]):
     def enqueue(self, client: SyncSubmitter, input: In, **options: Unpack[EnqueueOptions]) -> SyncStepHandle[Out]: ...
     def enqueue(self, client: Any, input: Any = None, **options: Unpack[EnqueueOptions]) -> Any:
         """Enqueues the step once, as a run of its own, and returns its handle."""
-        return _single(_submitter(client)(self, (input,), options))
+        return single(_enqueue(self, client, (input,), options))
 
     @overload
     def enqueue_tx(
@@ -291,7 +291,7 @@ class Step(Generic[In, Out]):
     ) -> SyncStepHandle[Out]: ...
     def enqueue_tx(self, client: Any, tx: Any, input: Any = None, **options: Unpack[EnqueueOptions]) -> Any:
         """As `enqueue`, in the caller's transaction. Nothing but SQL is sent on its connection."""
-        return _single(_submitter(client)(self, (input,), options, _given(tx)))
+        return single(_enqueue(self, client, (input,), options, given(tx)))
 
     @overload
     def enqueue_many(
@@ -303,7 +303,7 @@ class Step(Generic[In, Out]):
     ) -> list[SyncStepHandle[Out]]: ...
     def enqueue_many(self, client: Any, inputs: Iterable[In], **options: Unpack[EnqueueManyOptions]) -> Any:
         """Enqueues the step once for each input, all in one commit. The handles are in the order of the inputs."""
-        return _submitter(client)(self, inputs, options)
+        return _enqueue(self, client, inputs, options)
 
     @overload
     def enqueue_many_tx(
@@ -315,7 +315,7 @@ class Step(Generic[In, Out]):
     ) -> list[SyncStepHandle[Out]]: ...
     def enqueue_many_tx(self, client: Any, tx: Any, inputs: Iterable[In], **options: Unpack[EnqueueManyOptions]) -> Any:
         """As `enqueue_many`, in the caller's transaction."""
-        return _submitter(client)(self, inputs, options, _given(tx))
+        return _enqueue(self, client, inputs, options, given(tx))
 
     def upgrade(self, from_version: int) -> Callable[[UpgradeFn], UpgradeFn]:
         """Declares how JSON of an older version of the input becomes JSON of the next one.
@@ -565,25 +565,37 @@ def enqueue_tx(client: Any, tx: Any, step: Step[Any, Any], input: Any = None, **
     return cast("Any", step).enqueue_tx(client, tx, input, **options)
 
 
-def _submitter(client: Any) -> Callable[..., Any]:
+def door(client: Any, name: str) -> Callable[..., Any]:
+    """What a client or a context offers under a name, or TypeError."""
     try:
-        return cast("Callable[..., Any]", client.__cyclone_enqueue__)
+        return cast("Callable[..., Any]", getattr(client, name))
     except AttributeError:
         raise TypeError(f"a Client, SyncClient or handler context is expected, not {type(client).__name__}") from None
 
 
-def _given(tx: Any) -> Any:
-    if tx is None:  # which to the submitter would mean a commit of its own
+def given(tx: Any) -> Any:
+    """A caller's transaction; None, which to the one who submits would mean a commit of its own, is refused."""
+    if tx is None:
         raise TypeError("a connection that is in a transaction is expected, not None")
     return tx
 
 
-def _single(handles: Any) -> Any:
-    return _first(handles) if inspect.isawaitable(handles) else handles[0]
+def then(found: Any, function: Callable[[Any], Any]) -> Any:
+    """What a function makes of a value, or an awaitable of it where the value is to be awaited."""
+
+    async def later() -> Any:
+        return function(await found)
+
+    return later() if inspect.isawaitable(found) else function(found)
 
 
-async def _first(handles: Awaitable[Any]) -> Any:
-    return (await handles)[0]
+def _enqueue(step: Step[Any, Any], client: Any, inputs: Iterable[Any], options: Any, tx: Any = None) -> Any:
+    return door(client, "__cyclone_enqueue__")(step, inputs, options, tx)
+
+
+def single(handles: Any) -> Any:
+    """The only one of a list, or an awaitable of it."""
+    return then(handles, lambda found: found[0])
 
 
 # The checks of a declaration

@@ -21,6 +21,7 @@ import psycopg
 from . import db, events, metrics, wake
 from .errors import ConnectError
 from .model import Event, Failure, Outcome, Verb
+from .plan import drive
 from .states import ErrorKind, EventKind
 
 log = logging.getLogger("cyclone")
@@ -61,7 +62,7 @@ class Settler:
 
     `connect` gives a fresh connection; `holds_lease` says whether sending still makes sense; `on_settled` is called
     with each outcome that needs no more care, and whether it is certain that its step no longer runs under our claim:
-    it was written or refused, and not dropped. `on_ready` is told how many steps became available by it. `expects`
+    it was written or refused, and not dropped. `on_ready` is called when it made steps available. `expects`
     says whether more outcomes may come soon; only then is it worth to linger. `hook` is told of what was written.
     With `pooler` nothing is set on the session; locked steps are then stepped over in every batch.
     """
@@ -75,7 +76,7 @@ class Settler:
         linger_s: float,
         holds_lease: Callable[[], bool],
         on_settled: Callable[[Outcome, bool], None],
-        on_ready: Callable[[int], None] = lambda made: None,
+        on_ready: Callable[[], None] = lambda: None,
         expects: Callable[[], bool] = lambda: True,
         edit: Callable[[str], str] = str,
         hook: events.Hook | None = None,
@@ -300,9 +301,9 @@ class Settler:
             else:
                 left[step] = state, claim
         if made:
-            self._on_ready(made)
+            self._on_ready()
             if made > 1 and self._quiet.broken():  # one this worker takes itself; others may be idle
-                await conn.execute(self._sql["wake_sleepers"], {"channel": self._sql.channel, "now": None})
+                await drive(conn, wake.sleepers(self._sql))
 
     def _book(self, outcomes: list[Outcome], closed: list[int], left: Left, seconds: float) -> None:
         """Tells what came of each outcome."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, cast
@@ -18,12 +17,9 @@ from typing import Any, cast
 import msgspec
 import psycopg
 
-from . import codec, config, db, graph, registry
-from . import wake as wake_ups
+from . import codec, config, db, graph, registry, wake
 from .errors import DuplicateError, InvalidInputError, InvalidOptionError, SubmitConflictError
 from .plan import Copy, Mark, Plan, Run
-
-log = logging.getLogger("cyclone")
 
 _COPY_FROM = 1_000
 _BLOCK = 500  # rows of a COPY that are sent at once
@@ -141,7 +137,7 @@ def _encoded(what: str, way: codec.Codec[Any], inputs: Iterable[Any], max_bytes:
 
 
 def enqueue(
-    statements: db.Statements, batch: Batch, *, quiet: wake_ups.Quiet | None = None, now: datetime | None = None
+    statements: db.Statements, batch: Batch, *, quiet: wake.Quiet | None = None, now: datetime | None = None
 ) -> Plan[Stored]:
     """Stores a batch and commits; then notifies those who sleep."""
     if batch.copy:
@@ -151,16 +147,8 @@ def enqueue(
         stored = yield from store(statements, batch, notify=False, now=now)
     yield Mark.COMMIT
     if stored.asleep and (quiet is None or quiet.broken()):
-        yield from wake(statements, now=now)
+        yield from wake.sleepers(statements, now=now)
     return stored
-
-
-def wake(statements: db.Statements, *, now: datetime | None = None) -> Plan[None]:
-    """Notifies those who sleep, unless they were notified a moment ago. A statement of its own, after the commit."""
-    try:
-        yield Run(statements["wake_sleepers"], {"channel": statements.channel, "now": now})
-    except psycopg.Error as exc:  # what was committed stays, and whoever sleeps will find it without this
-        log.debug("could not notify: %s", exc)
 
 
 def store(statements: db.Statements, batch: Batch, *, notify: bool, now: datetime | None = None) -> Plan[Stored]:
@@ -290,13 +278,13 @@ def prepare_runs(
 
 
 def submit(
-    statements: db.Statements, runs: Runs, *, quiet: wake_ups.Quiet | None = None, now: datetime | None = None
+    statements: db.Statements, runs: Runs, *, quiet: wake.Quiet | None = None, now: datetime | None = None
 ) -> Plan[list[Submitted]]:
     """Stores submissions and commits; then notifies those who sleep. Returns what came of each, in their order."""
     found, asleep = yield from store_runs(statements, runs, notify=False, now=now)
     yield Mark.COMMIT
     if asleep and (quiet is None or quiet.broken()):
-        yield from wake(statements, now=now)
+        yield from wake.sleepers(statements, now=now)
     return found
 
 

@@ -12,6 +12,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
 import psycopg
@@ -19,6 +20,7 @@ from psycopg import sql
 
 from . import db
 from .errors import ConnectError
+from .plan import Plan, Run
 
 log = logging.getLogger("cyclone")
 
@@ -49,6 +51,14 @@ class Quiet:
             return False
         self._until = now + QUIET_S
         return True
+
+
+def sleepers(statements: db.Statements, *, now: datetime | None = None) -> Plan[None]:
+    """Notifies those who sleep, unless they were notified a moment ago. A statement of its own, after the commit."""
+    try:
+        yield Run(statements["wake_sleepers"], {"channel": statements.channel, "now": now})
+    except psycopg.Error as exc:  # what was committed stays, and whoever sleeps will find it without this
+        log.debug("could not notify: %s", exc)
 
 
 class Pipe:

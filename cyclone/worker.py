@@ -261,7 +261,7 @@ class Worker:
             linger_s=options.settle_linger_s,
             holds_lease=lambda: self._keeper.holds,
             on_settled=self._told,
-            on_ready=lambda made: self._news.nudge(),
+            on_ready=self._news.nudge,
             expects=lambda: self._running > 0,
             hook=self._hook,
             edit=self._limits.message,

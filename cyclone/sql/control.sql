@@ -1,6 +1,6 @@
 -- name: lock_run
 -- The run of a workflow, before any of its steps. None: there is none, or the run is a standalone step.
-SELECT state, coalesce(ending, ''), coalesce(error, ''), result_node, deadline_at <= coalesce(%(now)s::timestamptz, now())
+SELECT state, coalesce(ending, ''), result_node, deadline_at <= coalesce(%(now)s::timestamptz, now())
 FROM {schema}.cyclone_runs WHERE id = %(run_id)s FOR UPDATE;
 
 -- name: cancel_run
@@ -15,7 +15,7 @@ SELECT {schema}.cyclone_end_steps(%(run_id)s::bigint, 1000, coalesce(%(now)s::ti
 
 -- name: lock_nodes
 -- All nodes of a locked run, by id: parents before their children, and the items of maps last.
-SELECT id, node, state, coalesce(fate, ''), policy, accept_skipped, contained, sink, map_step, children, kind = 'cyclone.map',
+SELECT id, node, state, coalesce(fate, ''), policy, accept_skipped, contained, sink, map_step, coalesce(children, '{}'),
        (SELECT g.max_parallel FROM {schema}.cyclone_graph_nodes g WHERE g.graph = s.graph AND g.pos = s.pos AND g.map)
 FROM {schema}.cyclone_steps s WHERE run_id = %(run_id)s ORDER BY id FOR UPDATE;
 

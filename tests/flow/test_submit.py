@@ -23,6 +23,7 @@ from cyclone import (
     migrate,
     plan,
     store,
+    wake,
 )
 
 EVIL = 'it\'s 100%s; "DROP" \\ 😀 $$'
@@ -491,5 +492,5 @@ def test_a_lost_notification_does_not_fail_what_is_committed(
 
 def test_waking_leaves_the_session_durable(dsn: str, conn: psycopg.Connection) -> None:
     sleep(conn)
-    plan.drive_sync(conn, store.wake(db.statements("public")))
+    plan.drive_sync(conn, wake.sleepers(db.statements("public")))
     assert conn.execute("SHOW synchronous_commit").fetchone() == ("on",)
