@@ -26,7 +26,7 @@ from cyclone.errors import SchemaVersionError
 Conn = psycopg.Connection[Any]
 
 README = (Path(__file__).parents[2] / "deploy" / "README.md").read_text()
-WORKER_GRANTS, SUBMITTER_GRANTS = re.findall(r"^```sql\n(.*?)^```$", README, re.M | re.S)
+WORKER_GRANTS, SUBMITTER_GRANTS, MORE_GRANTS = re.findall(r"^```sql\n(.*?)^```$", README, re.M | re.S)
 
 
 @cyclone.step("add")
@@ -97,6 +97,36 @@ async def running(sweeper: sweep.Sweeper) -> AsyncIterator[None]:
 
 def in_schema(roles: Roles, what: str) -> int:
     return factories.count(roles.owner, f"jobs.{what}")
+
+
+@cyclone.workflow("adding")
+def adding(g: cyclone.Graph[int]) -> cyclone.Node[int]:
+    return g.run(add_in_thread, g.input)
+
+
+@pytest.mark.contract("FM-075")
+async def test_unique_keys_and_workflows_need_the_grants_that_are_documented_for_them(roles: Roles) -> None:
+    roles.run(WORKER_GRANTS)
+    roles.run(SUBMITTER_GRANTS)
+    async with cyclone.Client(roles.dsn("submitter"), schema="jobs") as client:
+        for call in (lambda: add.enqueue(client, 1, unique="k"), lambda: adding.submit(client, 1)):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege, match="cyclone_"):
+                await call()
+        roles.run(MORE_GRANTS)
+        assert (await add.enqueue(client, 1, unique="k")).created
+        with pytest.raises(cyclone.DuplicateError):
+            await add.enqueue(client, 1, unique="k")
+        run = await adding.submit(client, 1)
+        once, created = await adding.submit_once(client, "key", 1)
+        assert created and await adding.submit_once(client, "key", 1) == (once, False)
+        assert await adding.find(client, "key") == once
+        handlers = factories.registered(add_in_thread)
+        handlers.include(adding)
+        async with (
+            running(sweep.Sweeper(roles.dsn("worker"), schema="jobs", interval=0.05)),
+            cyclone.Worker(roles.dsn("worker"), handlers, schema="jobs", poll_interval=0.05),
+        ):
+            assert [await one.result(20) for one in (run, once)] == [2, 2]
 
 
 @pytest.mark.contract("FM-075", "D12")
