@@ -110,7 +110,7 @@ async def test_two_last_leaves_on_two_workers_end_the_run(dsn: str, conn: Conn) 
         assert await run.state() is RunState.COMPLETED
 
 
-@pytest.mark.contract("C9")
+@pytest.mark.contract("C9", "FM-060")
 async def test_two_parents_at_the_same_moment_make_their_child_available_once(dsn: str, conn: Conn) -> None:
     async with Client(dsn) as client, claiming(dsn, conn) as claimed, factories.engine(dsn) as first:
         run = await joined.submit(client, 1)

@@ -64,7 +64,7 @@ async def test_the_end_frees_the_key(dsn: str, client: SyncClient, conn: Conn) -
     assert mail.enqueue(client, "a", unique="k").created
 
 
-@pytest.mark.contract("Q6")
+@pytest.mark.contract("Q6", "FM-056")
 @pytest.mark.parametrize("active", ["scheduled", "available", "running"])
 def test_every_active_state_holds_the_key(client: SyncClient, conn: Conn, active: str) -> None:
     made = factories.step(conn, "mail", active, unique_key="k")
@@ -105,7 +105,7 @@ def test_a_step_whose_key_is_taken_is_not_reopened(client: SyncClient, dsn: str,
         mail.enqueue(client, "a", unique="k")
 
 
-@pytest.mark.contract("Q9")
+@pytest.mark.contract("Q9", "FM-057")
 def test_many_at_once(client: SyncClient, conn: Conn) -> None:
     held = mail.enqueue(client, "b", unique="b")
     with pytest.raises(DuplicateError) as caught:
@@ -191,6 +191,30 @@ def test_of_many_at_the_same_moment_one_is_new(client: SyncClient, conn: Conn) -
     with ThreadPoolExecutor(32) as pool:
         assert sorted(pool.map(enqueue, range(32))) == [False] * 31 + [True]
     assert stored(conn) == 1
+
+
+@pytest.mark.contract("FM-055")
+@pytest.mark.parametrize("commits", [0, 1, 5])
+def test_transactions_of_which_some_roll_back_leave_one_at_most(
+    client: SyncClient, dsn: str, conn: Conn, commits: int
+) -> None:
+    start = threading.Barrier(16)
+
+    def enqueue(n: int) -> str:
+        with psycopg.connect(dsn) as tx:
+            start.wait(30)
+            try:
+                mail.enqueue_tx(client, tx, str(n), unique="k")
+            except DuplicateError:
+                return "duplicate"
+            tx.commit() if n < commits else tx.rollback()
+            return "committed" if n < commits else "rolled back"
+
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(enqueue, range(16)))
+    assert found.count("committed") == stored(conn) <= 1
+    # Who commits may have found the key taken by one that did as well, and by no other.
+    assert stored(conn) == (commits > 0)
 
 
 def test_calls_with_the_same_keys_in_another_order_do_not_block_each_other(client: SyncClient) -> None:

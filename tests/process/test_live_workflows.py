@@ -20,7 +20,7 @@ UNEVEN = "SELECT count(*) FROM cyclone_steps WHERE attempts <> 1 OR reclaims <> 
 DEADLOCKS = "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()"
 
 
-@pytest.mark.contract("C9", "E2")
+@pytest.mark.contract("C9", "E2", "FM-060")
 @pytest.mark.timeout(240)
 def test_many_wide_and_long_runs_on_eight_processes(
     start_pool: live.Pools, client: cyclone.SyncClient, conn: Conn

@@ -165,7 +165,7 @@ def refused(fn: Callable[[Graph[Any]], object], input_type: Any = Order) -> str:
 # What is refused
 
 
-@pytest.mark.contract("W3")
+@pytest.mark.contract("W3", "FM-064")
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
