@@ -55,9 +55,12 @@ RUN_ANYWAY = OnDepFailure.RUN_ANYWAY
 #
 #     {"v": literal}   {"r": [source, path…]}   {"o": {key: template}}   {"a": [template…]}
 #
-# A source is the position of a node, or -1 for the input of the run; a path are keys and indexes of JSON.
+# A source is the position of a node, or -1 for the input of the run; a path are keys and indexes of JSON. In place of
+# one, [key, default] says what a member that is missing stands for: an encoder may leave out what is as its type's
+# default, and who writes JSON by hand does too, and a step that is given the whole would not see the difference.
 
 Template = dict[str, Any]
+Part = str | int | list[Any]
 
 
 class ComposeError(ValueError):
@@ -93,12 +96,22 @@ def _value(template: Template, decoded: dict[int, Any], sources: Mapping[int, by
             for n, part in enumerate(path):
                 if found is None:
                     return None
+                key = _key(part)
                 try:
-                    found = found[part]
-                except (KeyError, IndexError, TypeError):
-                    where = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in path[: n + 1])
-                    raise ComposeError(f"there is no {where.lstrip('.')} in it") from None
+                    found = found[key]
+                except (KeyError, IndexError, TypeError) as exc:
+                    if key is part or isinstance(exc, TypeError):
+                        raise ComposeError(f"there is no {_dotted(path[: n + 1]).lstrip('.')} in it") from None
+                    found = part[1]
             return found
+
+
+def _key(part: Part) -> str | int:
+    return part[0] if isinstance(part, list) else part
+
+
+def _dotted(path: Iterable[Part]) -> str:
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in map(_key, path))
 
 
 # The stored graph
@@ -177,7 +190,7 @@ class _Place:
 
     __slots__ = ("graph", "path", "source", "type")
 
-    def __init__(self, graph: Graph[Any], source: int, path: tuple[str | int, ...], type_: Any) -> None:
+    def __init__(self, graph: Graph[Any], source: int, path: tuple[Part, ...], type_: Any) -> None:
         self.graph = graph
         self.source = source
         self.path = path
@@ -185,7 +198,7 @@ class _Place:
 
     def __str__(self) -> str:
         name = "the input" if self.source == _RUN_INPUT else f"the output of {self.graph._name_of(self.source)!r}"  # pyright: ignore[reportPrivateUsage]
-        return name + "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in self.path)
+        return name + _dotted(self.path)
 
 
 def _refused(what: str) -> Callable[..., NoReturn]:
@@ -286,7 +299,7 @@ def _plain(type_: Any) -> list[Any]:
     return [type_]
 
 
-def _member(type_: Any, name: str) -> tuple[tuple[str | int, ...], Any] | None:
+def _member(type_: Any, name: str) -> tuple[tuple[Part, ...], Any] | None:
     """The way to a field in JSON, and its type, or None."""
     for one in _plain(type_):
         if one is Any:
@@ -296,19 +309,22 @@ def _member(type_: Any, name: str) -> tuple[tuple[str | int, ...], Any] | None:
             settings = known.__struct_config__
             for n, field in enumerate(msgspec.structs.fields(one)):
                 if field.name == name:
-                    return (n + (settings.tag is not None) if settings.array_like else field.encode_name,), field.type
+                    key = n + (settings.tag is not None) if settings.array_like else field.encode_name
+                    return (_part(key, field),), field.type
         elif hasattr(known, "__pydantic_validator__"):
             fields = _pydantic_fields(known)
             computed: Mapping[str, Any] = getattr(known, "model_computed_fields", {})
             if name in fields:
                 if getattr(known, "__pydantic_root_model__", False):
                     return (), fields[name].annotation  # in JSON it is its root
-                return (fields[name].serialization_alias or fields[name].alias or name,), fields[name].annotation
+                key = fields[name].serialization_alias or fields[name].alias or name
+                return (_part(key, fields[name]),), fields[name].annotation
             if name in computed:
                 return (computed[name].alias or name,), computed[name].return_type
         elif dataclasses.is_dataclass(known):
-            if any(field.name == name for field in dataclasses.fields(known)):
-                return (name,), _hints(known).get(name, Any)
+            for one_field in dataclasses.fields(known):
+                if one_field.name == name:
+                    return (_part(name, one_field),), _hints(known).get(name, Any)
         elif (names := _names_of(known)) and name in names:
             return (names.index(name),), _hints(known).get(name, Any)
     return None
@@ -336,6 +352,22 @@ def _item(type_: Any, key: str | int) -> tuple[str | int, Any] | None:
             if isinstance(key, int) and (not fixed or -len(items) <= key < len(items)):
                 return key, items[key if fixed else 0] if items else Any
     return None
+
+
+def _part(key: str | int, field: Any) -> Part:
+    """A field's part of a path: with its default, unless that is none of JSON, or made anew each time."""
+    empty = field.default_factory in (list, dict, set)
+    try:
+        default = msgspec.to_builtins(
+            field.default_factory() if empty else field.default,
+            str_keys=True,
+            order="deterministic",
+            enc_hook=codec.encode_custom,
+        )
+        codec.check_builtins(default)
+    except Exception:  # also for a field without a default, which has a mark in its place
+        return key
+    return [key, default]
 
 
 def _pydantic_fields(cls: Any) -> Mapping[str, Any]:

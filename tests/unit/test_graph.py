@@ -105,6 +105,30 @@ class Everything(msgspec.Struct):
     note: str
 
 
+class Brief(msgspec.Struct, omit_defaults=True):
+    sure: bool = True
+    items: list[Item] = []
+    size: int | msgspec.UnsetType = msgspec.UNSET
+    id: str = msgspec.field(default_factory=lambda: os.urandom(8).hex())
+
+
+class Flags(pydantic.BaseModel):
+    sure: bool = True
+
+
+class Model(pydantic.BaseModel):
+    flags: Flags = Flags(sure=False)
+    cents: int = pydantic.Field(5, alias="c")
+    need: int
+
+
+@dataclasses.dataclass
+class Top:
+    brief: Brief
+    model: Model
+    last: float = 1.5
+
+
 @cyclone.step("take")
 async def take(ctx: Context, order: Order) -> Order:
     return order
@@ -300,6 +324,8 @@ def test_a_part_that_the_type_has_not_is_refused(use: Callable[[Any], object]) -
 
 # What is stored
 
+NOTE = ["note", None]  # its part of a path, with its default
+
 
 @pytest.mark.contract("W4")
 @pytest.mark.parametrize(
@@ -371,28 +397,28 @@ def test_what_is_built_is_what_its_type_is_read_from(cls: Any, fields: dict[str,
         (lambda g: g.input, {"r": [-1]}),
         (lambda g: g.input.order_id, {"r": [-1, "orderId"]}),
         (lambda g: g.input.items[0].qty, {"r": [-1, "items", 0, "qty"]}),
-        (lambda g: g.input.extra["a"], {"r": [-1, "extra", "a"]}),
+        (lambda g: g.input.extra["a"], {"r": [-1, ["extra", {}], "a"]}),
         (lambda g: {"a": [1, {"b": None}]}, {"v": {"a": [1, {"b": None}]}}),
-        (lambda g: [1, g.input.note], {"a": [{"v": 1}, {"r": [-1, "note"]}]}),
+        (lambda g: [1, g.input.note], {"a": [{"v": 1}, {"r": [-1, NOTE]}]}),
         (lambda g: Order(g.input.note, []), None),
         (lambda g: {"r": [-1]}, {"v": {"r": [-1]}}),
-        (lambda g: {"$ref": ["input"], "x": g.input.note}, {"o": {"$ref": {"v": ["input"]}, "x": {"r": [-1, "note"]}}}),
+        (lambda g: {"$ref": ["input"], "x": g.input.note}, {"o": {"$ref": {"v": ["input"]}, "x": {"r": [-1, NOTE]}}}),
         (lambda g: g.run(point).output.y, {"r": [0, 1]}),
         (lambda g: g.run(pay, Card(cardHolder="ab", cents=1)).output.holder, {"r": [0, "cardHolder"]}),
         (lambda g: g.run(ship, Parcel("a", 1.0)).output["lines"][0], {"r": [0, "lines", 0]}),
         (lambda g: g.run(anything, 1).output.a["b"][3].c, {"r": [0, "a", "b", 3, "c"]}),
         (
             lambda g: g.build(Card, holder=g.input.note, cents=3),
-            {"o": {"cardHolder": {"r": [-1, "note"]}, "cents": {"v": 3}}},
+            {"o": {"cardHolder": {"r": [-1, NOTE]}, "cents": {"v": 3}}},
         ),
-        (lambda g: g.build(Parcel, g.input.note, weight=2.0), {"o": {"to": {"r": [-1, "note"]}, "weight": {"v": 2.0}}}),
-        (lambda g: Parcel(g.input.note, 1.0), {"o": {"to": {"r": [-1, "note"]}, "weight": {"v": 1.0}}}),
+        (lambda g: g.build(Parcel, g.input.note, weight=2.0), {"o": {"to": {"r": [-1, NOTE]}, "weight": {"v": 2.0}}}),
+        (lambda g: Parcel(g.input.note, 1.0), {"o": {"to": {"r": [-1, NOTE]}, "weight": {"v": 1.0}}}),
     ],
 )  # fmt: skip
 def test_an_input_is_a_template(value: Callable[[Any], object], template: object) -> None:
     node = built(lambda g: g.run(anything, value(g))).nodes[-1]
     if template is None:
-        assert node.input is not None and node.input["o"]["orderId"] == {"r": [-1, "note"]}
+        assert node.input is not None and node.input["o"]["orderId"] == {"r": [-1, NOTE]}
     else:
         assert node.input == template
 
@@ -412,6 +438,12 @@ class Case(NamedTuple):
         Case({"r": [0, "a", 1]}, {0: None}, None),
         Case({"r": [0, "a", 1]}, {0: {"a": None}}, None),
         Case({"o": {"x": {"r": [0]}, "y": {"v": 1}}}, {0: {"v": 5}}, {"x": {"v": 5}, "y": 1}),
+        Case({"r": [0, ["a", 3]]}, {0: {}}, 3),
+        Case({"r": [0, ["a", 3]]}, {0: {"a": None}}, None),
+        Case({"r": [0, ["a", {"b": 2}], "b"]}, {0: {}}, 2),
+        Case({"r": [0, ["a", {}], ["b", 4]]}, {0: {}}, 4),
+        Case({"r": [0, ["a", {"b": 2}], ["b", 4]]}, {0: {"a": {}}}, 4),
+        Case({"r": [0, [1, 5]]}, {0: [1]}, 5),
         Case({"a": [{"r": [-1]}, {"r": [0]}]}, {-1: 1, 0: [2]}, [1, [2]]),
     ],
 )
@@ -420,11 +452,36 @@ def test_templates_are_composed(case: Case) -> None:
     assert json.loads(graph.compose(case.template, sources)) == case.result
 
 
-@pytest.mark.parametrize(("path", "says"), [(["a"], "no a"), (["b", 2], r"no b\[2\]"), (["b", "x"], "no b.x")])
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [(["a"], "no a"), (["b", 2], r"no b\[2\]"), (["b", "x"], "no b.x"), ([["b", 1], ["x", 1]], "no b.x")],
+)
 def test_what_is_not_there_is_named_without_values(path: list[Any], says: str) -> None:
     with pytest.raises(graph.ComposeError, match=says) as caught:
         graph.compose({"r": [0, *path]}, {0: b'{"b": ["secret"]}'})
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.contract("W4")
+def test_what_json_leaves_out_is_as_the_type_has_it() -> None:
+    def template(use: Callable[[Any], object]) -> Any:
+        return built(lambda g: g.run(anything, use(g.input)), Top).nodes[0].input
+
+    sources = {-1: b'{"brief": {}, "model": {"need": 1}}'}
+    for use, found in (
+        (lambda a: a.brief.sure, True),
+        (lambda a: a.brief.items, []),
+        (lambda a: a.model.flags.sure, False),
+        (lambda a: a.model.cents, 5),
+        (lambda a: a.last, 1.5),
+    ):
+        assert json.loads(graph.compose(template(use), sources)) == found
+    assert graph.holds(template(lambda a: a.brief.sure), sources)
+    for use in (lambda a: a.brief.size, lambda a: a.brief.id, lambda a: a.brief.items[0]):
+        with pytest.raises(graph.ComposeError):
+            graph.compose(template(use), sources)
+    with pytest.raises(graph.ComposeError, match=r"no model\.need"):
+        graph.compose(template(lambda a: a.model.need), {-1: b'{"model": {}}'})
 
 
 @pytest.mark.contract("W6", "W7")
