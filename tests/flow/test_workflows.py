@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -153,32 +152,6 @@ async def test_a_chain_hands_on_its_outputs(dsn: str) -> None:
         info = await run.info()
         assert (info.state, info.name, info.result_node, info.input) == (RunState.COMPLETED, "chain", "add_3", 1)
         assert await client.get_run(run.id) == info
-
-
-@pytest.mark.contract("FM-064")
-@pytest.mark.skipif(
-    os.environ.get("CYCLONE_TEST_PG", "18") != "18",
-    reason="takes more than a minute; nothing in it depends on the version",
-)
-@pytest.mark.timeout(300)
-async def test_a_chain_of_ten_thousand_and_a_join_of_five_thousand(dsn: str, conn: Conn) -> None:
-    @cyclone.workflow("long")
-    def long(g: Graph[int]) -> Node[int]:
-        node = g.run(add, g.input)
-        for _ in range(9_999):
-            node = g.run(add, node.output)
-        return node
-
-    @cyclone.workflow("join")
-    def join(g: Graph[int]) -> Node[int]:
-        return g.run(total, [g.run(add, g.input).output for _ in range(5_000)])
-
-    async with engine(dsn) as client:
-        joined = await join.submit(client, 0)
-        assert await joined.result(60) == 5_000
-        chained = await long.submit(client, 0)
-        assert await chained.result(200) == 10_000
-    assert factories.count(conn, "cyclone_steps WHERE attempts <> 1 OR state <> 'completed'") == 0
 
 
 async def test_diamonds_join_once(dsn: str, conn: Conn) -> None:

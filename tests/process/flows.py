@@ -29,12 +29,21 @@ def join(g: Graph[int]) -> Node[int]:
     return g.run(total, [g.run(add_one, g.input).output for _ in range(5000)])
 
 
-@cyclone.workflow("chain")
-def chain(g: Graph[int]) -> Node[int]:
+def _chain(g: Graph[int], length: int) -> Node[int]:
     node = g.run(add_one, g.input)
-    for _ in range(499):
+    for _ in range(length - 1):
         node = g.run(add_one, node.output)
     return node
+
+
+@cyclone.workflow("chain")
+def chain(g: Graph[int]) -> Node[int]:
+    return _chain(g, 500)
+
+
+@cyclone.workflow("long_chain")
+def long_chain(g: Graph[int]) -> Node[int]:
+    return _chain(g, 10_000)
 
 
 @cyclone.workflow("fan")
@@ -50,4 +59,4 @@ def paying(g: Graph[int]) -> Node[int]:
     return g.run(charge, g.run(total, mapped.output).output, name="last")
 
 
-__all__ = ["add_one", "chain", "charge", "diamond", "fan", "join", "paying"]
+__all__ = ["add_one", "chain", "charge", "diamond", "fan", "join", "long_chain", "paying"]

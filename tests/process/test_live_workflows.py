@@ -40,6 +40,20 @@ def test_many_wide_and_long_runs_on_eight_processes(
     assert live.value(conn, DEADLOCKS) == 0
 
 
+@pytest.mark.contract("FM-064")
+@pytest.mark.skipif(
+    os.environ.get("CYCLONE_TEST_PG", "18") != "18", reason="it takes long, and nothing in it depends on the version"
+)
+@pytest.mark.timeout(300)
+def test_a_chain_of_ten_thousand(start_pool: live.Pools, client: cyclone.SyncClient, conn: Conn) -> None:
+    pool = start_pool(procs=1, target=TARGET)
+    run = flows.long_chain.submit(client, 0)
+    eventually(lambda: run.state().terminal, 250, log=lambda: pool.log)
+    assert run.result(1) == 10_000
+    assert live.value(conn, UNEVEN) == 0
+    assert pool.end() == 0
+
+
 @pytest.mark.contract("C5", "E1", "X4", "C9")
 @pytest.mark.timeout(240)
 def test_effects_of_nodes_happen_once_whatever_is_killed(
