@@ -76,6 +76,8 @@ class AsyncDoors:
     """Submits workflows on a connection."""
     ancestor: Callable[[Claimed, str], bool | None]
     """Whether a node of this name comes before the step in its graph; None: the step has no graph."""
+    encode: Callable[[Claimed, Any], str | None]
+    """An output of the step as JSON to be stored; raises when it cannot be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +89,17 @@ class SyncDoors:
     enqueue: Callable[..., list[Any]]
     submissions: Any
     ancestor: Callable[[Claimed, str], bool | None]
+    encode: Callable[[Claimed, Any], str | None]
 
 
 class _About:
     """Which step this is, and which execution of it."""
 
-    __slots__ = ("_claimed", "_log")
+    # Class attributes are the defaults, here and below: most handlers ask for little, and each store costs every step.
+    _log: StepLog | None = None
 
     def __init__(self, claimed: Claimed) -> None:
         self._claimed = claimed
-        self._log: StepLog | None = None
 
     @property
     def run_id(self) -> RunID:
@@ -189,22 +192,18 @@ class ProcessContext(_About):
     returns an output, or makes its effects safe by keys. When it should stop, `Cancelled` is raised in it; let it pass.
     """
 
-    __slots__ = ()
-
 
 class _Shared(_About):
     """What async handlers and those in threads see alike."""
 
-    __slots__ = ("_completed_in", "_encode", "_ending", "_lost", "state")
-
-    def __init__(self, claimed: Claimed, state: Any) -> None:
-        super().__init__(claimed)
-        self.state = state
-        """What the lifespan put there, once per worker process."""
-        self._encode: Callable[[Any], str | None] | None = None
-        self._completed_in = False
-        self._ending = False
-        self._lost = False
+    state: Any
+    """What the lifespan put there, once per worker process."""
+    _completed_in = False
+    _ending = False
+    _lost = False
+    _done = False
+    _conn: Any = None  # of the completion transaction, while it is there
+    _held_since = 0.0
 
     @property
     def cancelled(self) -> bool:
@@ -221,8 +220,8 @@ class _Shared(_About):
         if self._ending:
             raise Cancelled(self.idempotency_key)
 
-    def _complete_in(self, statements: db.Statements, has_tx: bool, output: Any) -> Plan[None]:
-        if self._encode is None:
+    def _complete_in(self, doors: AsyncDoors | SyncDoors | None, has_tx: bool, output: Any) -> Plan[None]:
+        if doors is None:
             raise CompletionTxError("no step can be completed outside a worker")
         if has_tx:
             raise CompletionTxError("this execution has begun its completion transaction, and completes in that")
@@ -231,7 +230,8 @@ class _Shared(_About):
         step = self._claimed
         run = None if step.graph is None else step.run_id
         fence = {"id": step.id, "claim": step.claim, "run": run}
-        ((done,),) = yield Run(statements["complete_in"], {**fence, "output": self._encode(output), "now": None})
+        sql = doors.records.statements["complete_in"]
+        ((done,),) = yield Run(sql, {**fence, "output": doors.encode(step, output), "now": None})
         if not done:
             raise LeaseLostError("the lease of this step was lost; roll the transaction back")
         self._completed_in = True
@@ -239,6 +239,15 @@ class _Shared(_About):
     def _order_end(self, *, lost: bool) -> None:
         self._ending = True
         self._lost = self._lost or lost
+
+    @property
+    def _has_tx(self) -> bool:
+        return self._conn is not None
+
+    def _close(self) -> bool:
+        """The handler has ended. Whether it has a completion transaction to give back."""
+        self._done = True
+        return self._conn is not None
 
 
 class Context(_Shared):
@@ -248,18 +257,13 @@ class Context(_Shared):
     safe to do again, by the idempotency key.
     """
 
-    __slots__ = ("_begin", "_completions", "_conn", "_done", "_doors", "_held_since", "_records", "_tx")
+    _begin: asyncio.Lock | None = None
+    _tx: completion.CompletionTx | None = None
 
     def __init__(self, claimed: Claimed, state: Any, doors: AsyncDoors | None) -> None:
-        super().__init__(claimed, state)
-        self._completions = None if doors is None else doors.completions
-        self._records = None if doors is None else doors.records
+        self._claimed = claimed
+        self.state = state
         self._doors = doors
-        self._begin: asyncio.Lock | None = None
-        self._tx: completion.CompletionTx | None = None
-        self._conn: completion.AsyncTxConnection | None = None
-        self._held_since = 0.0
-        self._done = False
 
     async def completion_tx(self) -> completion.CompletionTx:
         """The transaction that commits together with this step, or not at all.
@@ -270,7 +274,7 @@ class Context(_Shared):
         """
         if self._tx is not None:
             return self._tx
-        if self._completions is None:
+        if self._doors is None:
             raise CompletionTxError("there is no completion transaction outside a worker")
         if self._done:
             raise CompletionTxError("this execution has ended: its completion transaction can no longer be begun")
@@ -280,9 +284,10 @@ class Context(_Shared):
             self._begin = asyncio.Lock()
         async with self._begin:
             if self._tx is None:
-                conn = await self._completions.begin(self._claimed)
+                completions = self._doors.completions
+                conn = await completions.begin(self._claimed)
                 if self._done:  # the execution was given up while this waited
-                    await self._completions.end(conn, time.perf_counter())
+                    await completions.end(conn, time.perf_counter())
                     raise CompletionTxError(
                         "this execution has ended: its completion transaction can no longer be begun"
                     )
@@ -342,7 +347,7 @@ class Context(_Shared):
         transaction.
         """
         own = await caller.connection(conn, "Context")
-        await drive(own, self._complete_in(self._store().statements, self._tx is not None, output))
+        await drive(own, self._complete_in(self._doors, self._tx is not None, output))
 
     async def once(self, name: str, fn: Callable[[], Awaitable[T]], *, on_unknown: records.OnUnknown = "call") -> T:
         """Makes an outside call and keeps its answer: a later execution of this step gets the answer and calls no more.
@@ -377,47 +382,37 @@ class Context(_Shared):
         return value
 
     def _store(self) -> records.AsyncRecords:
-        if self._records is None:
+        if self._doors is None:
             raise CompletionTxError("nothing can be recorded outside a worker")
-        return self._records
-
-    @property
-    def _has_tx(self) -> bool:
-        return self._conn is not None
+        return self._doors.records
 
     async def _commit(self, output: str | None) -> None:
-        if self._completions is None or self._conn is None:
+        if self._doors is None or self._conn is None:
             raise CompletionTxError("no completion transaction was begun")
-        await self._completions.commit(self._conn, self._claimed, output)
+        await self._doors.completions.commit(self._conn, self._claimed, output)
 
     async def _end(self) -> None:
-        self._done = True
         conn, self._conn = self._conn, None
-        if conn is not None and self._completions is not None:
-            await self._completions.end(conn, self._held_since)
+        if conn is not None and self._doors is not None:
+            await self._doors.completions.end(conn, self._held_since)
 
 
 class SyncContext(_Shared):
     """The context of a `def` handler, which runs in a thread, and may be called more than once as any other."""
 
-    __slots__ = ("_begin", "_completions", "_conn", "_done", "_doors", "_held_since", "_records", "_tx")
+    _tx: completion.SyncCompletionTx | None = None
 
     def __init__(self, claimed: Claimed, state: Any, doors: SyncDoors | None) -> None:
-        super().__init__(claimed, state)
-        self._completions = None if doors is None else doors.completions
-        self._records = None if doors is None else doors.records
+        self._claimed = claimed
+        self.state = state
         self._doors = doors
         self._begin = threading.Lock()
-        self._tx: completion.SyncCompletionTx | None = None
-        self._conn: completion.SyncTxConnection | None = None
-        self._held_since = 0.0
-        self._done = False
 
     def completion_tx(self) -> completion.SyncCompletionTx:
         """As Context.completion_tx, blocking."""
         if self._tx is not None:
             return self._tx
-        if self._completions is None:
+        if self._doors is None:
             raise CompletionTxError("there is no completion transaction outside a worker")
         if self._done:
             raise CompletionTxError("this execution has ended: its completion transaction can no longer be begun")
@@ -425,7 +420,7 @@ class SyncContext(_Shared):
             raise LeaseLostError("the lease of this step was lost")
         with self._begin:
             if self._tx is None:
-                conn = self._completions.begin(self._claimed)
+                conn = self._doors.completions.begin(self._claimed)
                 self._conn = conn
                 self._held_since = time.perf_counter()
                 self._tx = completion.SyncCompletionTx(conn)
@@ -466,7 +461,7 @@ class SyncContext(_Shared):
     def complete_in(self, conn: SyncTx, output: Any = None) -> None:
         """As Context.complete_in."""
         own = caller.connection_sync(conn, "SyncContext")
-        drive_sync(own, self._complete_in(self._store().statements, self._tx is not None, output))
+        drive_sync(own, self._complete_in(self._doors, self._tx is not None, output))
 
     def once(self, name: str, fn: Callable[[], T], *, on_unknown: records.OnUnknown = "call") -> T:
         """As Context.once, blocking."""
@@ -491,21 +486,16 @@ class SyncContext(_Shared):
         return value
 
     def _store(self) -> records.SyncRecords:
-        if self._records is None:
+        if self._doors is None:
             raise CompletionTxError("nothing can be recorded outside a worker")
-        return self._records
-
-    @property
-    def _has_tx(self) -> bool:
-        return self._conn is not None
+        return self._doors.records
 
     def _commit(self, output: str | None) -> None:
-        if self._completions is None or self._conn is None:
+        if self._doors is None or self._conn is None:
             raise CompletionTxError("no completion transaction was begun")
-        self._completions.commit(self._conn, self._claimed, output)
+        self._doors.completions.commit(self._conn, self._claimed, output)
 
     def _end(self) -> None:
-        self._done = True
         conn, self._conn = self._conn, None
-        if conn is not None and self._completions is not None:
-            self._completions.end(conn, self._held_since)
+        if conn is not None and self._doors is not None:
+            self._doors.completions.end(conn, self._held_since)

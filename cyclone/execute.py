@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import queue
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, cast
+import types
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
 import psycopg
@@ -38,7 +41,7 @@ from .errors import (
 )
 from .model import Claimed, Failure, Outcome, Verb
 from .plan import in_handler
-from .registry import AsyncStep, Step, SyncStep
+from .registry import AsyncStep, ProcessStep, Step
 from .states import ErrorKind
 
 log = logging.getLogger("cyclone")
@@ -46,6 +49,7 @@ log = logging.getLogger("cyclone")
 Why = Literal["timeout", "drain", "order", "lost"]
 STEERING = (Permanent, Snooze, RetryAfter, CancelRun)
 """What a handler raises to say what becomes of its step."""
+_SLICE_S = 0.005  # so long handlers that do not suspend may run on end
 CUT = "\n… [cut]"
 REDACTION_FAILED = "[redaction failed]"
 # Shut down, starting, idle for too long; a lock that was not given; a server that has become read-only.
@@ -129,84 +133,97 @@ def log_text(msg: object, args: Sequence[object], options: Mapping[str, Any]) ->
     return f"{text}\n{format_traceback(exc)}" if exc else text
 
 
-class Execution:
-    """One execution of one step. `on_end` is called exactly once, in the loop's thread, with the outcome, or with
-    None when the step is no longer ours and there is nothing to say.
+@dataclass(slots=True, eq=False)
+class Host:
+    """What all executions of a worker share. `on_end` is called exactly once for each, in the loop's thread, with the
+    outcome, or with None when the step is no longer ours and there is nothing to say.
     """
 
-    __slots__ = (
-        "_child", "_ctx", "_doors", "_entered", "_limits", "_on_end", "_state", "_task", "_timer", "claimed",
-        "committing", "gate", "handler", "over", "page_index", "started", "used_tx", "why",
-    )  # fmt: skip
+    loop: asyncio.AbstractEventLoop
+    state: Any
+    async_doors: context.AsyncDoors
+    sync_doors: context.SyncDoors
+    children: subprocesses.Children
+    limits: Limits
+    threads: Threads
+    home: contextvars.Context
+    """Handlers begin with a copy of it: what one sets in its context, none of the others sees."""
+    on_end: Callable[[Execution, Outcome | None], None]
 
-    def __init__(
-        self,
-        claimed: Claimed,
-        handler: Step[Any, Any],
-        state: Any,
-        doors: context.AsyncDoors | context.SyncDoors | subprocesses.Children,
-        limits: Limits,
-        on_end: Callable[[Execution, Outcome | None], None],
-    ) -> None:
+
+class Execution:
+    """One execution of one step."""
+
+    # Class attributes are the defaults, so that an execution without events of its own stores hardly any of them.
+    why: Why | None = None
+    committing = False
+    over = False
+    used_tx = False
+    page_index = -1
+    gate: Any = None
+    started = 0.0
+    _ctx: context.Context | context.SyncContext | None = None
+    _child: subprocesses.Use | None = None
+    _task: asyncio.Task[None] | None = None
+    _timer: asyncio.TimerHandle | None = None
+    _entered = False
+
+    def __init__(self, claimed: Claimed, handler: Step[Any, Any], host: Host) -> None:
         self.claimed = claimed
         self.handler = handler
-        self._state = state
-        self._doors = doors
-        self._limits = limits
-        self._on_end = on_end
-        self._ctx: context.Context | context.SyncContext | None = None
-        self._child: subprocesses.Use | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._entered = False
-        self.why: Why | None = None
-        self.committing = False
-        self.over = False
-        self.page_index = -1
-        self.gate: Any = None
-        self.used_tx = False
-        self.started = 0.0
+        self._host = host
+        self._limits = host.limits
 
-    @property
-    def seconds(self) -> float:
-        """How long it has run."""
-        return time.perf_counter() - self.started
+    def start(self) -> None:
+        """Starts the handler: in a task of the loop, a thread, or a thread that has a process run it."""
+        host, handler = self._host, self.handler
+        if isinstance(handler, AsyncStep):
+            coro = self.coroutine()
+            if coro is not None:
+                self._task = task(host, coro)
+                self._start_clock()
+            return
+        decoded, value = self._decode()
+        if not decoded:
+            return
+        if isinstance(handler, ProcessStep):
+            self._start_thread(self._run_process)
+        else:
+            self._start_clock()
+            self._ctx = ctx = context.SyncContext(self.claimed, host.state, host.sync_doors)
+            self._start_thread(lambda: self._run_sync(ctx, value))
 
-    def start(self, loop: asyncio.AbstractEventLoop, threads: Threads) -> None:
-        """Starts the handler: a task in the loop, a thread, or a thread that has a process run it."""
-        self.started = time.perf_counter()
+    def coroutine(self) -> Coroutine[Any, Any, None] | None:
+        """The execution of an async handler, still to be begun. None: it is over, as its input is none."""
+        decoded, value = self._decode()
+        if not decoded:
+            return None
+        host = self._host
+        self._ctx = ctx = context.Context(self.claimed, host.state, host.async_doors)
+        return self._run(ctx, value)
+
+    def suspend(self, owner: asyncio.Task[None]) -> None:
+        """The handler waits for something, in a task that was not made for it alone but is its own from now on."""
+        self._task = owner
+        self._start_clock()
+
+    def _decode(self) -> tuple[bool, Any]:
         try:
-            value = self.handler.decode_input(self.claimed.version, self.claimed.input)
+            return True, self.handler.decode_input(self.claimed.version, self.claimed.input)
         except BaseException as exc:  # an upgrade is the user's code: not even SystemExit may end the loop
             self._finish(invalid(exc, self.claimed, self.handler, self._limits))
-            return
-        doors = self._doors
-        if isinstance(doors, subprocesses.Children):
-            children = doors
-            self._start_thread(threads, lambda: self._run_process(loop, children))
-            return
-        self._start_clock(loop)
-        if self.handler.is_async:
-            assert isinstance(doors, context.AsyncDoors)
-            self._ctx = ctx = context.Context(self.claimed, self._state, doors)
-            ctx._encode = self._encode  # pyright: ignore[reportPrivateUsage]
-            self._task = _task(loop, self._run(ctx, value))
-        else:
-            assert isinstance(doors, context.SyncDoors)
-            self._ctx = sync = context.SyncContext(self.claimed, self._state, doors)
-            sync._encode = self._encode  # pyright: ignore[reportPrivateUsage]
-            self._start_thread(threads, lambda: self._run_sync(loop, sync, value))
+            return False, None
 
-    def _start_thread(self, threads: Threads, job: Callable[[], None]) -> None:
+    def _start_thread(self, job: Callable[[], None]) -> None:
         try:
-            threads.start(job)
+            self._host.threads.start(job)
         except RuntimeError as exc:  # the system has no thread to give, and the worker has other steps
             self._finish(self._judge(exc))
 
-    def _start_clock(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _start_clock(self) -> None:
         timeout_s = self._timeout_s
         if timeout_s is not None and self.why is None and not self.over:
-            self._timer = loop.call_later(timeout_s, self.end, "timeout")
+            self._timer = self._host.loop.call_later(timeout_s, self.end, "timeout")
 
     @property
     def _timeout_s(self) -> float | None:
@@ -233,7 +250,7 @@ class Execution:
         if self._timer is not None:
             self._timer.cancel()
         grace_s = self.handler.settings.grace_s
-        self._timer = asyncio.get_running_loop().call_later(grace_s, self.give_up)
+        self._timer = self._host.loop.call_later(grace_s, self.give_up)
 
     def give_up(self) -> None:
         """Ends the execution although its handler goes on."""
@@ -256,14 +273,14 @@ class Execution:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._on_end(self, outcome)
+        self._host.on_end(self, outcome)
+        self._task = None  # which refers to this in turn: such a circle would be left to the garbage collector
 
     async def _run(self, ctx: context.Context, value: Any) -> None:
         self._entered = True
-        in_handler.set(True)
         outcome: Outcome | None
         try:
-            result = await cast("AsyncStep[Any, Any]", self.handler)(ctx, value)
+            result = await self.handler._call(ctx, value)  # pyright: ignore[reportPrivateUsage]
             outcome = self._returned(ctx, result)
             if outcome.verb == Verb.SETTLED:
                 self.committing = self.used_tx = True
@@ -273,16 +290,17 @@ class Execution:
             outcome = self._judge(exc)
         outcome = self._unless_completed(ctx, outcome)
         self.committing = False
-        try:
-            await ctx._end()  # pyright: ignore[reportPrivateUsage]
-        except BaseException as exc:
-            log.warning("could not give back the connection of step %s: %s", self.claimed.id, exc)
+        if ctx._close():  # pyright: ignore[reportPrivateUsage]
+            try:
+                await ctx._end()  # pyright: ignore[reportPrivateUsage]
+            except BaseException as exc:
+                log.warning("could not give back the connection of step %s: %s", self.claimed.id, exc)
         self._finish(outcome)
 
-    def _run_sync(self, loop: asyncio.AbstractEventLoop, ctx: context.SyncContext, value: Any) -> None:
+    def _run_sync(self, ctx: context.SyncContext, value: Any) -> None:
         outcome: Outcome | None
         try:
-            result = cast("SyncStep[Any, Any]", self.handler)(ctx, value)
+            result = self.handler._call(ctx, value)  # pyright: ignore[reportPrivateUsage]
             outcome = self._returned(ctx, result)
             if outcome.verb == Verb.SETTLED:
                 self.committing = self.used_tx = True
@@ -291,13 +309,15 @@ class Execution:
             outcome = self._judge(exc)
         outcome = self._unless_completed(ctx, outcome)
         self.committing = False
-        try:
-            ctx._end()  # pyright: ignore[reportPrivateUsage]
-        except BaseException as exc:
-            log.warning("could not give back the connection of step %s: %s", self.claimed.id, exc)
-        self._in_loop(loop, self._finish, outcome)
+        if ctx._close():  # pyright: ignore[reportPrivateUsage]
+            try:
+                ctx._end()  # pyright: ignore[reportPrivateUsage]
+            except BaseException as exc:
+                log.warning("could not give back the connection of step %s: %s", self.claimed.id, exc)
+        self._in_loop(self._finish, outcome)
 
-    def _run_process(self, loop: asyncio.AbstractEventLoop, children: subprocesses.Children) -> None:
+    def _run_process(self) -> None:
+        children = self._host.children
         outcome: Outcome | None
         try:
             with children.child(self.handler) as child:
@@ -306,13 +326,13 @@ class Execution:
                     raise Cancelled
                 call = children.call(self.claimed, self.handler, self._limits.max_output_bytes)
                 # Not before: the time to start an interpreter and to import is no time of the handler's.
-                reply = child.call(call, lambda: self._in_loop(loop, self._start_clock, loop))
+                reply = child.call(call, lambda: self._in_loop(self._start_clock))
             outcome = self._replied(reply)
         except BaseException as exc:
             if isinstance(exc, subprocesses.Died) and self.why is None:
                 log.error("step %s (%s), attempt %d: %s", self.claimed.id, self.handler.name, self.claimed.attempt, exc)
             outcome = self._judge(exc)
-        self._in_loop(loop, self._finish, outcome)
+        self._in_loop(self._finish, outcome)
 
     def _replied(self, reply: subprocesses.Reply) -> Outcome | None:
         """The outcome that a child has decided on, fit to be stored."""
@@ -326,9 +346,9 @@ class Execution:
             return self._stopped(failure.traceback if failure is not None else "")
         return Outcome(self.claimed, reply.verb, reply.output, reply.delay_s, failure, reply.called)
 
-    def _in_loop(self, loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
+    def _in_loop(self, function: Callable[..., None], *args: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has stopped without this thread
-            loop.call_soon_threadsafe(function, *args)
+            self._host.loop.call_soon_threadsafe(function, *args)
 
     def _returned(self, ctx: context.Context | context.SyncContext, result: Any) -> Outcome:
         """The outcome of a handler that has returned. SETTLED once its completion transaction is committed with it."""
@@ -515,15 +535,90 @@ def _storable(text: str) -> str:
     return text.replace("\0", "\\x00").encode("utf-8", "backslashreplace").decode()
 
 
-if sys.version_info >= (3, 12):
+def task(host: Host, coro: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """A task with a context that no handler has touched."""
+    return host.loop.create_task(coro, context=host.home.copy())
 
-    def _task(loop: asyncio.AbstractEventLoop, coro: Any) -> asyncio.Task[None]:
-        # A handler that never suspends then ends without a turn of the loop.
-        return asyncio.Task(coro, loop=loop, eager_start=True)
-else:
 
-    def _task(loop: asyncio.AbstractEventLoop, coro: Any) -> asyncio.Task[None]:
-        return loop.create_task(coro)
+class Runner:
+    """Runs async handlers one after another in one task, for as long as they end without waiting for anything.
+
+    For such a handler a task of its own would be most of the cost. The first that does wait keeps the task as its own,
+    and the rest goes on in a new one. `turn` begins the next execution that is meant for the runner; `on_suspend` is
+    told which one has kept the task, and `on_pause` is called before the rest of the loop has its turn.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        turn: Callable[[], Execution | None],
+        on_suspend: Callable[[Execution], None],
+        on_pause: Callable[[], None],
+    ) -> None:
+        self._host = host
+        self._turn = turn
+        self._on_suspend = on_suspend
+        self._on_pause = on_pause
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether it will take its next turn by itself."""
+        return self._task is not None
+
+    def wake(self) -> None:
+        """Begins to take turns, soon, unless it does already."""
+        if self._task is None:
+            self._task = task(self._host, self._run())
+
+    async def _run(self) -> None:
+        own = self._task
+        assert own is not None
+        clean = contextvars.copy_context()
+        until = time.monotonic() + _SLICE_S
+        while (execution := self._turn()) is not None:
+            coro = execution.coroutine()
+            if coro is None:
+                continue
+            try:
+                first = coro.send(None)
+            except StopIteration:
+                pass
+            else:
+                self._task = None
+                execution.suspend(own)
+                self._on_suspend(execution)
+                await _resume(coro, first)
+                return
+            if contextvars.copy_context() != clean or own.cancelling():
+                # The handler has left something in its context or its task, and the next must not find it.
+                self._task = None
+                self.wake()
+                return
+            if time.monotonic() > until:
+                self._on_pause()
+                await asyncio.sleep(0)  # claims, outcomes and orders
+                until = time.monotonic() + _SLICE_S
+        self._task = None
+
+
+@types.coroutine
+def _resume(coro: Coroutine[Any, Any, None], first: Any) -> Generator[Any, Any, None]:
+    """The rest of a coroutine that was begun and waits for `first`."""
+    awaited = first
+    try:
+        while True:
+            try:
+                value = yield awaited
+            except GeneratorExit:
+                coro.close()
+                raise
+            except BaseException as exc:
+                awaited = coro.throw(exc)
+            else:
+                awaited = coro.send(value)
+    except StopIteration:
+        return
 
 
 class Threads:

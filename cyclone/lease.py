@@ -70,7 +70,9 @@ class Keeper:
         self._on_stall = on_stall
         self._new_life = new_life
         self._pooler = pooler
-        self._valid_until = 0.0
+        self.valid_until = 0.0
+        """By the monotonic clock, until when the lease surely holds: started or sent work may still count. A tenth of
+        the lease is kept as a margin."""
         self._stop = threading.Event()
         self._stalled = False
         self._renew_now = False
@@ -80,10 +82,8 @@ class Keeper:
 
     @property
     def holds(self) -> bool:
-        """Whether the lease surely holds: started or sent work may still count. A tenth of the lease is kept as a
-        margin.
-        """
-        return time.monotonic() < self._valid_until
+        """Whether the lease surely holds now."""
+        return time.monotonic() < self.valid_until
 
     def start(self) -> None:
         self._thread.start()
@@ -94,7 +94,7 @@ class Keeper:
 
     def abandon(self) -> None:
         """Ends the life although the loop stands still; a new one begins with the next renewal."""
-        self._valid_until = 0.0
+        self.valid_until = 0.0
         self._renew_now = True
 
     def join(self, timeout_s: float) -> None:
@@ -170,7 +170,7 @@ class Keeper:
         if renewed is None:
             self._lose(conn)
             return
-        self._valid_until = sent + self._lease_s * 0.9
+        self.valid_until = sent + self._lease_s * 0.9
         if not self.began.is_set():
             self.began.set()
             self._on_began()
@@ -179,7 +179,7 @@ class Keeper:
         """The life has ended: it is never revived. What it held is lost; work goes on under a new one."""
         log.error("the lease of life %d was lost: its steps are given up, work goes on under a new one", self.life)
         metrics.lease_lost()
-        self._valid_until = 0.0
+        self.valid_until = 0.0
         self.began.clear()
         self._on_lost()
         self.life = self._page.life = self._new_life()

@@ -236,7 +236,9 @@ class Step(Generic[In, Out]):
         self.options = options
         self.settings = _settings(self.name, options)
         self.is_async = _is_async(self.name, fn, options)
-        self._takes_input, self.input_type, self.output_type = _types(self.name, fn, scope or {})
+        takes_input, self.input_type, self.output_type = _types(self.name, fn, scope or {})
+        # Chosen once, as it is called for every step.
+        self._call: Callable[[Any, Any], Any] = fn if takes_input else lambda ctx, _: fn(ctx)
         if action and self.output_type not in (None, Any):
             raise InvalidOptionError(f"action {self.name!r} must return None, not {self.output_type!r}; use @step")
         self.input_codec: codec.Codec[In] = _codec(self.name, "input", self.input_type)
@@ -358,9 +360,6 @@ class Step(Generic[In, Out]):
             except Exception as exc:
                 raise codec.DecodeError(f"the upgrade from version {one} raised {type(exc).__name__}: {exc}") from exc
         return self.input_codec.decode(msgspec.json.encode(value))
-
-    def _call(self, ctx: Any, input: Any) -> Any:
-        return self.fn(ctx, input) if self._takes_input else self.fn(ctx)
 
 
 class AsyncStep(Step[In, Out]):

@@ -13,7 +13,8 @@ import logging
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import psycopg
@@ -37,6 +38,7 @@ _NAMES = {
     Verb.EXPAND: "expanded",
     Verb.CANCEL_RUN: "cancelled",
 }
+_label = attrgetter("step.queue", "step.kind", "verb")
 _LISTED = 20
 _EVENTS = {
     Verb.COMPLETE: EventKind.COMPLETED,
@@ -61,8 +63,8 @@ class Settler:
     """Collects outcomes and flushes them.
 
     `connect` gives a fresh connection; `holds_lease` says whether sending still makes sense; `on_settled` is called
-    with each outcome that needs no more care, and whether it is certain that its step no longer runs under our claim:
-    it was written or refused, and not dropped. `on_ready` is called when it made steps available. `expects`
+    with outcomes that need no more care, and whether it is certain that their steps no longer run under our claim: they
+    were written or refused, and not dropped. `on_ready` is called when it made steps available. `expects`
     says whether more outcomes may come soon; only then is it worth to linger. `hook` is told of what was written.
     With `pooler` nothing is set on the session; locked steps are then stepped over in every batch.
     """
@@ -75,7 +77,7 @@ class Settler:
         batch: int,
         linger_s: float,
         holds_lease: Callable[[], bool],
-        on_settled: Callable[[Outcome, bool], None],
+        on_settled: Callable[[Sequence[Outcome], bool], None],
         on_ready: Callable[[], None] = lambda: None,
         expects: Callable[[], bool] = lambda: True,
         edit: Callable[[str], str] = str,
@@ -124,18 +126,18 @@ class Settler:
 
     def forget(self) -> None:
         """Drops everything: the life has ended, and the fence would refuse it all."""
-        dropped, self._queue = self._queue, deque()
+        dropped = list(self._queue)
+        self._queue.clear()
         self._closed.clear()
         self._drop(dropped, "the lease was lost before they could be written")
 
-    def _drop(self, outcomes: Collection[Outcome], why: str) -> None:
+    def _drop(self, outcomes: Sequence[Outcome], why: str) -> None:
         if outcomes:
             steps = [f"step {o.step.id} ({o.step.kind}, attempt {o.step.attempt})" for o in outcomes]
             named = ", ".join(steps[:_LISTED]) + (", …" if len(steps) > _LISTED else "")
             log.warning("%d outcomes are dropped: %s: %s", len(outcomes), why, named)
             metrics.refused("lease lost", len(outcomes))
-        for outcome in outcomes:
-            self._on_settled(outcome, False)
+            self._on_settled(outcomes, False)
 
     async def run(self) -> None:
         try:
@@ -197,7 +199,7 @@ class Settler:
                 half = len(outcomes) // 2
                 todo += [outcomes[half:], outcomes[:half]]
             elif locked:
-                self._again(outcomes[0], self._tries.pop(outcomes[0].step.id, 0))
+                self._again(outcomes[0])
             else:
                 self._blame(outcomes[0], exc)
             return
@@ -307,55 +309,54 @@ class Settler:
 
     def _book(self, outcomes: list[Outcome], closed: list[int], left: Left, seconds: float) -> None:
         """Tells what came of each outcome."""
-        counts: Counter[tuple[str, str, str]] = Counter()
-        failures: Counter[tuple[str, str, str]] = Counter()
+        written: Sequence[Outcome] = outcomes
         busy = False
-        unwritten: set[int] = set()
-        for outcome in outcomes:
-            step = outcome.step
-            tries = self._tries.pop(step.id, 0) if self._tries else 0
-            now = left.get(step.id) if left and outcome.verb != Verb.SETTLED else None
-            if now is not None:
-                state, claim = now
-                if state == "running" and claim == step.claim:
+        if left:
+            written = []
+            for outcome in outcomes:
+                now = left.get(outcome.step.id) if outcome.verb != Verb.SETTLED else None
+                if now is None:
+                    written.append(outcome)
+                elif now == ("running", outcome.step.claim):
                     busy = True
-                    unwritten.add(step.id)
-                    self._again(outcome, tries)
-                    continue
-                if outcome.unless_completed and claim == step.claim and state == "completed":
-                    counts[step.queue, step.kind, "completed"] += 1
-                    self._on_settled(outcome, True)
-                    continue
-                if claim != step.claim or not _is_ours(outcome, state):
-                    reason = "gone" if state is None else state
-                    log.warning(
-                        "the %s of step %s (%s, attempt %d) was refused: it is %s now",
-                        _NAMES[outcome.verb], step.id, step.kind, step.attempt, reason,
-                    )  # fmt: skip
-                    metrics.refused(reason, 1)
-                    unwritten.add(step.id)
-                    self._on_settled(outcome, True)
-                    continue
-            counts[step.queue, step.kind, _NAMES[outcome.verb]] += 1
-            if outcome.failure is not None:
-                failures[step.queue, step.kind, outcome.failure.kind.value] += 1
-            self._on_settled(outcome, True)
-        if self._hook is not None:
-            self._hook.tell(
-                [
-                    _event(o)
-                    for o in outcomes
-                    if o.step.id not in unwritten and o.verb in _EVENTS and (o.called or o.failure)
-                ]
-            )
+                    self._again(outcome)
+                elif now[1] == outcome.step.claim and _is_ours(outcome, now[0]):
+                    written.append(outcome)
+                elif now == ("completed", outcome.step.claim) and outcome.unless_completed:
+                    written.append(Outcome(outcome.step, Verb.COMPLETE, unless_completed=True))
+                else:
+                    self._refuse(outcome, now[0])
+        if self._tries:
+            for outcome in written:
+                self._tries.pop(outcome.step.id, None)
         if busy and closed:  # the statement closed nothing
             self._closed = closed + self._closed
-        if outcomes:
-            metrics.settled(counts, failures, len(outcomes), seconds)
+        if not outcomes:
+            return
+        self._on_settled(written, True)
+        if self._hook is not None:
+            self._hook.tell([_event(o) for o in written if o.verb in _EVENTS and (o.called or o.failure)])
+        counts = {
+            (queue, kind, _NAMES[verb]): count for (queue, kind, verb), count in Counter(map(_label, written)).items()
+        }
+        failures = Counter((o.step.queue, o.step.kind, o.failure.kind.value) for o in written if o.failure is not None)
+        metrics.settled(counts, failures, len(outcomes), seconds)
 
-    def _again(self, outcome: Outcome, tries: int) -> None:
+    def _refuse(self, outcome: Outcome, state: str | None) -> None:
+        """The fence did not let it through."""
+        step = outcome.step
+        reason = "gone" if state is None else state
+        log.warning(
+            "the %s of step %s (%s, attempt %d) was refused: it is %s now",
+            _NAMES[outcome.verb], step.id, step.kind, step.attempt, reason,
+        )  # fmt: skip
+        metrics.refused(reason, 1)
+        self._tries.pop(step.id, None)
+        self._on_settled([outcome], True)
+
+    def _again(self, outcome: Outcome) -> None:
         """Somebody has the step locked: tried again, soon and then less often."""
-        tries = self._tries[outcome.step.id] = tries + 1
+        tries = self._tries[outcome.step.id] = self._tries.get(outcome.step.id, 0) + 1
         self._waiting += 1
 
         def retry() -> None:
@@ -376,9 +377,7 @@ class Settler:
         failure = Failure(ErrorKind.PERMANENT, text, "")
         refused = Outcome(outcome.step, Verb.DISCARD, failure=failure)
         if outcome.verb == Verb.DISCARD and outcome.failure == failure:
-            self._again(
-                refused, self._tries.pop(outcome.step.id, 0)
-            )  # even the plain discard is refused, as by a trigger: a person must look
+            self._again(refused)  # even the plain discard is refused, as by a trigger: a person must look
         else:
             self.add(refused)
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import os
 import random
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from operator import attrgetter
 from types import ModuleType, TracebackType
 from typing import Any, Self, Unpack
 
@@ -44,7 +46,7 @@ from .board import Page, State
 from .completion import AsyncCompletions, SyncCompletions
 from .errors import ConnectError, InvalidOptionTypeError
 from .model import Claimed, Outcome, RunID, Verb
-from .plan import drive, drive_sync
+from .plan import drive, drive_sync, in_handler
 from .records import AsyncRecords, SyncRecords
 from .states import EventKind
 
@@ -71,6 +73,21 @@ class _Gate:
         self.limit = limit
         self.running = 0
         self.waiting: deque[Claimed] = deque()
+
+
+class _Route:
+    """How steps of one kind and version are started."""
+
+    __slots__ = ("gate", "handler", "quick")
+
+    def __init__(self, handler: registry.Step[Any, Any], gate: _Gate | None) -> None:
+        self.handler = handler
+        self.gate = gate
+        self.quick = isinstance(handler, registry.AsyncStep)
+        """It goes to the runner, because no execution of it has been seen to wait for anything."""
+
+
+_claim_of = attrgetter("step.claim")
 
 
 def _cores() -> int:
@@ -148,8 +165,6 @@ class Worker:
             redactions=redactions,
         )
         self._hook = None if on_step_event is None else events.Hook(on_step_event)
-        # Chosen once, so that a worker without a hook asks nothing per step.
-        self._begin_step = self._begin if self._hook is None else self._begin_and_tell
         self._page = page if page is not None else Page.private(self.options.concurrency)
         self._page.slots = 1 if alone else self.options.concurrency
         self._pooled = pooled
@@ -175,7 +190,7 @@ class Worker:
         self._process_gate = _Gate(min(self.options.concurrency, _cores()))
         self._gates = (self._thread_gate, self._tx_gate, self._process_gate)
         self._children = subprocesses.Children(handlers.steps.values(), self._process_gate.limit)
-        self._tx_kinds: set[str] = set()
+        self._routes = {key: _Route(handler, self._gate(handler)) for key, handler in self._handlers.items()}
         self._dropped_from: set[int] = set()
         self._starting = False
         self._cancelled: dict[tuple[int, int], None] = {}
@@ -245,14 +260,25 @@ class Worker:
             return drive_sync(conn, store.store_runs(sql, batch, notify=True))[0]
 
         door, sync_door = (runs.Door(sql, one.run) for one in (records, sync_records))
+
+        def encode(step: Claimed, output: Any) -> str | None:
+            return execute.encode(self._handlers[step.kind, step.version], output, self._limits)
+
         self._async_doors = context.AsyncDoors(
             AsyncCompletions(self._dsn, sql, options), records, enqueue,
-            runs.AsyncSubmissions(door, store_runs, _MAX_INPUT_BYTES), self._resolver.precedes,
+            runs.AsyncSubmissions(door, store_runs, _MAX_INPUT_BYTES), self._resolver.precedes, encode,
         )  # fmt: skip
         self._sync_doors = context.SyncDoors(
             SyncCompletions(self._dsn, sql, options), sync_records, enqueue_sync,
-            runs.SyncSubmissions(sync_door, store_runs_sync, _MAX_INPUT_BYTES), self._resolver.precedes,
+            runs.SyncSubmissions(sync_door, store_runs_sync, _MAX_INPUT_BYTES), self._resolver.precedes, encode,
         )  # fmt: skip
+        home = contextvars.copy_context()
+        home.run(in_handler.set, True)
+        self._host = execute.Host(
+            loop, registry.State(), self._async_doors, self._sync_doors, self._children, self._limits, self._threads,
+            home, self._ended,
+        )  # fmt: skip
+        self._runner = execute.Runner(self._host, self._turn, self._suspended, self._offer_room)
         self._keeper = self._make_keeper(loop)
         self._settler = settle.Settler(
             self._sql,
@@ -262,7 +288,7 @@ class Worker:
             holds_lease=lambda: self._keeper.holds,
             on_settled=self._told,
             on_ready=self._news.nudge,
-            expects=lambda: self._running > 0,
+            expects=lambda: self._running > 0 or self._runner.busy,
             hook=self._hook,
             edit=self._limits.message,
             pooler=self._pooler,
@@ -274,9 +300,8 @@ class Worker:
         try:
             if await self._boot():
                 async with contextlib.AsyncExitStack() as stack:
-                    self._state = registry.State()
                     for lifespan in self._registry.lifespans:
-                        await stack.enter_async_context(lifespan(self._state))
+                        await stack.enter_async_context(lifespan(self._host.state))
                     await self._work()
         finally:
             self._heart.cancel()
@@ -540,86 +565,106 @@ class Worker:
 
     def _start(self) -> None:
         """Starts what fits into the slots; a gate that is full keeps its own steps back and no others."""
-        if self._starting or self._stopping.is_set():
-            return  # a handler that ended at once calls this again from inside: the loop below goes on by itself
+        if self._starting or self._runner.busy or self._stopping.is_set():
+            return  # the loop below goes on by itself, also when a handler that ended at once calls this from inside
         self._starting = True
         try:
-            self._fill()
+            self._fill(None)
         finally:
             self._starting = False
 
-    def _fill(self) -> None:
-        concurrency, queue = self.options.concurrency, self._queue
+    def _turn(self) -> execute.Execution | None:
+        """As `_start`, up to the next step that the runner shall run."""
+        if self._stopping.is_set():
+            return None
+        if (execution := self._fill(self._runner)) is None:
+            self._offer_room()
+        return execution
+
+    def _fill(self, runner: execute.Runner | None) -> execute.Execution | None:
+        concurrency, queue, routes = self.options.concurrency, self._queue, self._routes
         for full in self._gates:
             while full.waiting and full.running < full.limit and self._running < concurrency:
-                self._begin_step(full.waiting.popleft(), full)
+                self._launch(full.waiting.popleft(), full)
         while queue and self._running < concurrency:
-            step = queue.popleft()
-            gate = self._gate(step)
+            step = queue[0]
+            route = routes[step.kind, step.version]
+            gate = route.gate
+            if route.quick and gate is None:
+                if runner is None:
+                    self._runner.wake()
+                    return None
+                queue.popleft()
+                if (execution := self._begin(step, route.handler, None)) is not None:
+                    return execution
+                continue
+            queue.popleft()
             if gate is not None and gate.running >= gate.limit:
                 gate.waiting.append(step)
             else:
-                self._begin_step(step, gate)
+                self._launch(step, gate)
+        return None
 
-    def _gate(self, step: Claimed) -> _Gate | None:
-        if step.kind in self._tx_kinds:
-            return self._tx_gate
-        handler = self._handlers[step.kind, step.version]
+    def _gate(self, handler: registry.Step[Any, Any]) -> _Gate | None:
         if isinstance(handler, registry.ProcessStep):
             return self._process_gate
         return None if handler.is_async else self._thread_gate
 
-    def _begin_and_tell(self, step: Claimed, gate: _Gate | None) -> bool:
-        began = self._begin(step, gate)
-        if began and self._hook is not None:
-            started = events.seen(EventKind.STARTED, step.run_id, step.node, step.kind, step.queue, step.attempt)
-            self._hook.tell([started])
-        return began
+    def _launch(self, step: Claimed, gate: _Gate | None) -> None:
+        execution = self._begin(step, self._handlers[step.kind, step.version], gate)
+        if execution is not None:
+            self._executions[step.id] = execution
+            execution.start()
 
-    def _begin(self, step: Claimed, gate: _Gate | None) -> bool:
-        if not self._keeper.holds:  # nothing is started that may already be somebody else's
+    def _begin(self, step: Claimed, handler: registry.Step[Any, Any], gate: _Gate | None) -> execute.Execution | None:
+        now = time.monotonic()
+        if now >= self._keeper.valid_until:  # nothing is started that may already be somebody else's
             self._settler.add(Outcome(step, Verb.RELEASE, called=False))
-            return False
+            return None
         if self._cancelled and (step.id, step.claim) in self._cancelled:
             del self._cancelled[step.id, step.claim]
-            self._settled(step, certain=True)
-            return False
-        handler = self._handlers[step.kind, step.version]
-        doors = (
-            self._children
-            if isinstance(handler, registry.ProcessStep)
-            else self._async_doors
-            if handler.is_async
-            else self._sync_doors
-        )
-        execution = execute.Execution(step, handler, self._state, doors, self._limits, self._ended)
-        execution.gate = gate
+            self._settled(step.claim, 1, certain=True)
+            return None
+        execution = execute.Execution(step, handler, self._host)
+        execution.started = now
+        execution.page_index = self._page.begin(step.id)
         self._running += 1
         if gate is not None:
+            execution.gate = gate
             gate.running += 1
-        self._executions[step.id] = execution
-        execution.page_index = self._page.begin(step.id)
         if self._running == 1:
             self._page.running = 1
-        execution.start(self._loop, self._threads)
-        return True
+        if self._hook is not None:
+            self._hook.tell(
+                [events.seen(EventKind.STARTED, step.run_id, step.node, step.kind, step.queue, step.attempt)]
+            )
+        return execution
+
+    def _suspended(self, execution: execute.Execution) -> None:
+        """A handler waits for something, and has kept the runner's task: from now on its kind gets tasks of its own."""
+        step = execution.claimed
+        self._executions[step.id] = execution
+        self._routes[step.kind, step.version].quick = False
+        self._start()
 
     def _ended(self, execution: execute.Execution, outcome: Outcome | None) -> None:
         """An execution is over: its slot is free, its outcome goes to be settled."""
         step = execution.claimed
         self._page.end(execution.page_index)
-        self._executions.pop(step.id, None)
         self._running -= 1
         self._ended_lately += 1
+        self._executions.pop(step.id, None)
         if execution.gate is not None:
             execution.gate.running -= 1
         if execution.used_tx:
-            self._tx_kinds.add(step.kind)
+            for (kind, _), route in self._routes.items():
+                if kind == step.kind:
+                    route.gate = self._tx_gate
         key = (step.queue, step.kind)
         times = self._times.get(key)
         if times is None:
             times = self._times[key] = []
-        times.append(execution.seconds)
+        times.append(time.monotonic() - execution.started)
         if len(times) >= 256:
             self._flush_times()
         if outcome is not None:
@@ -637,29 +682,37 @@ class Worker:
                     step.id, step.kind, step.attempt,
                 )  # fmt: skip
                 metrics.refused("lease lost", 1)
-            self._settled(step, certain=execution.why != "lost")
-        self._start()
-        self._room.set()
+            self._settled(step.claim, 1, certain=execution.why != "lost")
+        if not self._runner.busy:  # which does both by itself
+            self._start()
+            self._offer_room()
+
+    def _offer_room(self) -> None:
+        """Lets the next claim begin when it is worth its round trip."""
+        if self._stopping.is_set() or self._room_for() > 0:
+            self._room.set()
 
     def _flush_times(self) -> None:
         metrics.ran(self._times)
         self._times = {}
 
-    def _told(self, outcome: Outcome, certain: bool) -> None:
-        self._settled(outcome.step, certain)
-        if outcome.step.graph is not None and (outcome.verb == Verb.SETTLED or outcome.unless_completed):
-            self._news.nudge()  # its transaction may have made steps available
+    def _told(self, outcomes: Sequence[Outcome], certain: bool) -> None:
+        for claim_id, count in Counter(map(_claim_of, outcomes)).items():
+            self._settled(claim_id, count, certain)
+        for outcome in outcomes:
+            if (outcome.verb == Verb.SETTLED or outcome.unless_completed) and outcome.step.graph is not None:
+                self._news.nudge()  # its transaction may have made steps available
+                break
 
-    def _settled(self, step: Claimed, certain: bool) -> None:
-        """A step needs no more care. A claim is closed with its last step, but not when one of them was dropped and
-        may still be running in the database: then `_reconcile` or the sweeper gives it back, and both need the
-        claim's row.
+    def _settled(self, claim_id: int, count: int, certain: bool) -> None:
+        """So many steps of a claim need no more care. A claim is closed with its last step, but not when one of them
+        was dropped and may still be running in the database: then `_reconcile` or the sweeper gives it back, and both
+        need the claim's row.
         """
-        claim_id = step.claim
-        self._unsettled -= 1
+        self._unsettled -= count
         if not certain:
             self._dropped_from.add(claim_id)
-        self._open_claims[claim_id] -= 1
+        self._open_claims[claim_id] -= count
         if self._open_claims[claim_id] <= 0:
             del self._open_claims[claim_id]
             if claim_id in self._dropped_from:
@@ -690,7 +743,7 @@ class Worker:
     def _lose_everything(self) -> None:
         """The life has ended. What waits is dropped, what runs is told; the sweeper gives all of it back."""
         for step in self._give_up_waiting():
-            self._settled(step, certain=False)
+            self._settled(step.claim, 1, certain=False)
         self._settler.forget()
         for execution in list(self._executions.values()):
             execution.end("lost")
