@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+import struct
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
@@ -13,7 +14,7 @@ from typing import Any
 import psycopg
 from psycopg import conninfo, sql
 from psycopg.abc import AdaptContext, Buffer
-from psycopg.adapt import Loader
+from psycopg.adapt import Dumper, Loader
 from psycopg.pq import Format
 
 from .errors import ConnectError, InvalidOptionError
@@ -100,10 +101,53 @@ class JsonbTextBytes(Loader):
         return bytes(data)
 
 
-def raw_json(context: AdaptContext) -> None:
-    """Makes a connection or cursor return jsonb as bytes."""
+class Bigints(list[int]):
+    """A list that is sent as `bigint[]`. The driver would go through it in Python, at 0.5 µs for each number."""
+
+
+class Texts(list[str | None]):
+    """The same for `text[]`."""
+
+
+class BigintsDumper(Dumper):
+    format = Format.BINARY
+    oid = 1016
+
+    def dump(self, obj: Bigints) -> bytes:
+        count = len(obj)
+        words = [8] * (2 * count)  # each number after its length
+        words[1::2] = obj
+        return _array_head(20, count, False) + struct.pack(f">{'iq' * count}", *words)
+
+
+class TextsDumper(Dumper):
+    format = Format.BINARY
+    oid = 1009
+
+    def dump(self, obj: Texts) -> bytes:
+        parts = [_array_head(25, len(obj), None in obj)]
+        for text in obj:
+            if text is None:
+                parts.append(_NULL)
+            else:
+                data = text.encode()
+                parts += (len(data).to_bytes(4, "big"), data)
+        return b"".join(parts)
+
+
+_NULL = (-1).to_bytes(4, "big", signed=True)
+
+
+def _array_head(element: int, count: int, nulls: bool) -> bytes:
+    return struct.pack(">iiiii", 1, nulls, element, count, 1) if count else struct.pack(">iii", 0, 0, element)
+
+
+def adapt(context: AdaptContext) -> None:
+    """Makes a connection or cursor return jsonb as bytes, and send `Bigints` and `Texts`."""
     context.adapters.register_loader("jsonb", JsonbBytes)
     context.adapters.register_loader("jsonb", JsonbTextBytes)
+    context.adapters.register_dumper(Bigints, BigintsDumper)
+    context.adapters.register_dumper(Texts, TextsDumper)
 
 
 def where(dsn: str) -> str:
@@ -171,7 +215,7 @@ async def connect(dsn: str, *, application_name: str, pooler: bool = False) -> p
         conn = await psycopg.AsyncConnection.connect(dsn, autocommit=True, **connect_options(dsn, application_name))
     except psycopg.OperationalError as exc:
         raise unreachable(dsn, exc) from exc
-    raw_json(conn)
+    adapt(conn)
     if pooler:
         conn.prepare_threshold = None
     else:
@@ -193,7 +237,7 @@ def connect_sync(
         conn = psycopg.Connection.connect(dsn, autocommit=True, **options)
     except psycopg.OperationalError as exc:
         raise unreachable(dsn, exc) from exc
-    raw_json(conn)
+    adapt(conn)
     if pooler:
         conn.prepare_threshold = None
     else:

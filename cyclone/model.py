@@ -46,7 +46,7 @@ class Claimed(msgspec.Struct, frozen=True, kw_only=False, gc=False):
     kind: str
     version: int
     queue: str
-    input: bytes | None  # None: of a node, to be composed
+    input: str | None  # JSON; None: of a node, to be composed
     attempt: int
     max_attempts: int
     reclaims: int

@@ -345,10 +345,10 @@ class Step(Generic[In, Out]):
             oldest -= 1
         return frozenset(range(oldest, self.settings.version + 1))
 
-    def decode_input(self, version: int, data: bytes | None) -> In:
+    def decode_input(self, version: int, data: str | None) -> In:
         """A stored input as the handler's type, or `codec.DecodeError`."""
         if data is None:
-            data = b"null"
+            data = "null"
         if version == self.settings.version:
             return self.input_codec.decode(data)
         if version not in self.versions:

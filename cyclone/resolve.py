@@ -152,7 +152,7 @@ class Resolver:
                 return _expanded(step, node, data)
         except graph.ComposeError as exc:
             return _refused(step, f"the input of node {step.node!r} cannot be composed: {exc}")
-        return msgspec.structs.replace(step, input=data, failed_dependencies=failures)
+        return msgspec.structs.replace(step, input=data.decode(), failed_dependencies=failures)
 
 
 def _expanded(step: Claimed, node: graph.NodeSpec, data: bytes) -> Outcome:

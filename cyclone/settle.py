@@ -39,6 +39,9 @@ _NAMES = {
     Verb.CANCEL_RUN: "cancelled",
 }
 _label = attrgetter("step.queue", "step.kind", "verb")
+_id_of = attrgetter("step.id")
+_output_of = attrgetter("output")
+claim_of = attrgetter("step.claim")
 _LISTED = 20
 _EVENTS = {
     Verb.COMPLETE: EventKind.COMPLETED,
@@ -64,7 +67,8 @@ class Settler:
 
     `connect` gives a fresh connection; `holds_lease` says whether sending still makes sense; `on_settled` is called
     with outcomes that need no more care, and whether it is certain that their steps no longer run under our claim: they
-    were written or refused, and not dropped. `on_ready` is called when it made steps available. `expects`
+    were written or refused, and not dropped. `closes` tells which claims have no other steps left than those of these
+    outcomes. `on_ready` is called when it made steps available. `expects`
     says whether more outcomes may come soon; only then is it worth to linger. `hook` is told of what was written.
     With `pooler` nothing is set on the session; locked steps are then stepped over in every batch.
     """
@@ -78,6 +82,7 @@ class Settler:
         linger_s: float,
         holds_lease: Callable[[], bool],
         on_settled: Callable[[Sequence[Outcome], bool], None],
+        closes: Callable[[Sequence[Outcome]], list[int]] = lambda _: [],
         on_ready: Callable[[], None] = lambda: None,
         expects: Callable[[], bool] = lambda: True,
         edit: Callable[[str], str] = str,
@@ -90,6 +95,7 @@ class Settler:
         self._linger_s = linger_s
         self._holds_lease = holds_lease
         self._on_settled = on_settled
+        self._closes = closes
         self._on_ready = on_ready
         self._expects = expects
         self._edit = edit
@@ -97,6 +103,7 @@ class Settler:
         self._pooler = pooler
         self._queue: deque[Outcome] = deque()
         self._closed: list[int] = []
+        self._gone: set[int] = set()  # claims that were closed together with their last steps
         self._news = asyncio.Event()
         self._stopping = False
         self._waiting = 0  # outcomes that wait for a lock of somebody else
@@ -110,7 +117,10 @@ class Settler:
         self._news.set()
 
     def close_claim(self, claim: int) -> None:
-        """The last step of a claim is settled: its row can go."""
+        """The last step of a claim is settled: its row can go, unless it went with that step."""
+        if claim in self._gone:
+            self._gone.discard(claim)
+            return
         self._closed.append(claim)
         self._news.set()
 
@@ -246,17 +256,21 @@ class Settler:
                     pass
                 case _:
                     others.append(outcome)
-        if not (nodes or failed or expanded or others):
-            cur = conn.cursor(binary=True)
-            await cur.execute(self._sql["complete_steps"], _complete(steps, closed, step_over))
-            return {row[0]: (row[1], row[2]) for row in await cur.fetchall()}
         sinks = {o.step.run_id for o in nodes if all_runs or o.step.sink}
-        if not (steps or failed or expanded or others):
-            cur = conn.cursor(binary=True)
-            params = {**_complete(nodes, closed, step_over), "runs": sorted(sinks)}
-            await cur.execute(self._sql["complete_nodes"], params)
+        if not (failed or expanded or others or (steps and nodes)):
+            # One statement, which closes claims only when it wrote all of its steps.
+            last = self._closes(outcomes)
             left: Left = {}
-            await self._read(conn, await cur.fetchall(), left)
+            cur = conn.cursor(binary=True)
+            if nodes:
+                params = {**_complete(nodes, closed + last, step_over), "runs": sorted(sinks)}
+                await cur.execute(self._sql["complete_nodes"], params)
+                await self._read(conn, await cur.fetchall(), left)
+            else:
+                await cur.execute(self._sql["complete_steps"], _complete(steps, closed + last, step_over))
+                left = {row[0]: (row[1], row[2]) for row in await cur.fetchall()}
+            if not left:
+                self._gone.update(last)
             return left
         runs = sinks.union(o.step.run_id for o in failed).union(o.step.run_id for o in expanded)
         cursors: list[psycopg.AsyncCursor[tuple[Any, ...]]] = []
@@ -399,9 +413,9 @@ def _is_ours(outcome: Outcome, state: str | None) -> bool:
 
 def _complete(outcomes: Sequence[Outcome], closed: list[int], step_over: bool) -> dict[str, object]:
     return {
-        "ids": [o.step.id for o in outcomes],
-        "claims": [o.step.claim for o in outcomes],
-        "outputs": [o.output for o in outcomes],
+        "ids": db.Bigints(map(_id_of, outcomes)),
+        "claims": db.Bigints(map(claim_of, outcomes)),
+        "outputs": db.Texts(map(_output_of, outcomes)),
         "closed": closed,
         "step_over": step_over,
         "now": None,

@@ -17,7 +17,6 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Generator, Sequence
-from operator import attrgetter
 from types import ModuleType, TracebackType
 from typing import Any, Self, Unpack
 
@@ -54,6 +53,7 @@ log = logging.getLogger("cyclone")
 
 EX_STALLED = 75
 _BEAT_S = 0.5
+_PACE_S = 0.05
 _RECONCILE_S = 5.0
 _CALM_S = 60.0  # so long after a connection was made nothing of an earlier one is still on its way
 _CLAIM_MOST = 1000
@@ -85,9 +85,6 @@ class _Route:
         self.gate = gate
         self.quick = isinstance(handler, registry.AsyncStep)
         """It goes to the runner, because no execution of it has been seen to wait for anything."""
-
-
-_claim_of = attrgetter("step.claim")
 
 
 def _cores() -> int:
@@ -183,6 +180,8 @@ class Worker:
         self._open_claims: Counter[int] = Counter()
         self._times: dict[tuple[str, str], list[float]] = {}
         self._ended_lately = 0
+        self._ended_since = 0
+        self._paced_at = 0.0
         self._rate = 0.0
         self._thread_gate = _Gate(self.options.threads)
         self._tx_gate = _Gate(self.options.completion_pool_size)
@@ -287,6 +286,7 @@ class Worker:
             linger_s=options.settle_linger_s,
             holds_lease=lambda: self._keeper.holds,
             on_settled=self._told,
+            closes=self._closes,
             on_ready=self._news.nudge,
             expects=lambda: self._running > 0 or self._runner.busy,
             hook=self._hook,
@@ -503,6 +503,10 @@ class Worker:
         """How many steps to ask for: the free slots and about what ends in a tenth of a second."""
         if self._alone_now:
             return 0 if self._unsettled else 1
+        elapsed_s = time.monotonic() - self._paced_at
+        if elapsed_s >= _PACE_S:  # a pace that rises is followed at once, one that falls with the beat
+            self._rate = max(self._rate, self._ended_since / elapsed_s)
+            self._ended_since, self._paced_at = 0, self._paced_at + elapsed_s
         target = self.options.concurrency + min(int(self._rate * 0.1), _CLAIM_MOST)
         held = len(self._queue) + self._running + sum(len(gate.waiting) for gate in self._gates)
         room = min(target - held, self.options.claim_batch or _CLAIM_MOST)
@@ -653,6 +657,7 @@ class Worker:
         self._page.end(execution.page_index)
         self._running -= 1
         self._ended_lately += 1
+        self._ended_since += 1
         self._executions.pop(step.id, None)
         if execution.gate is not None:
             execution.gate.running -= 1
@@ -697,12 +702,21 @@ class Worker:
         self._times = {}
 
     def _told(self, outcomes: Sequence[Outcome], certain: bool) -> None:
-        for claim_id, count in Counter(map(_claim_of, outcomes)).items():
+        for claim_id, count in Counter(map(settle.claim_of, outcomes)).items():
             self._settled(claim_id, count, certain)
         for outcome in outcomes:
             if (outcome.verb == Verb.SETTLED or outcome.unless_completed) and outcome.step.graph is not None:
                 self._news.nudge()  # its transaction may have made steps available
                 break
+
+    def _closes(self, outcomes: Sequence[Outcome]) -> list[int]:
+        """The claims whose last steps these are."""
+        counts = Counter(map(settle.claim_of, outcomes))
+        return [
+            claim_id
+            for claim_id, count in counts.items()
+            if self._open_claims[claim_id] == count and claim_id not in self._dropped_from
+        ]
 
     def _settled(self, claim_id: int, count: int, certain: bool) -> None:
         """So many steps of a claim need no more care. A claim is closed with its last step, but not when one of them

@@ -55,7 +55,7 @@ WITH me AS MATERIALIZED (
     WHERE NOT EXISTS (SELECT FROM {schema}.cyclone_lanes l WHERE l.lane = s.stranger_lane) ORDER BY 1
     ON CONFLICT (lane) DO NOTHING
 )
-SELECT total.taken, c.id, c.run_id, c.node, c.kind, c.version, c.queue, c.input, c.attempts, c.max_attempts,
+SELECT total.taken, c.id, c.run_id, c.node, c.kind, c.version, c.queue, c.input::text, c.attempts, c.max_attempts,
        c.reclaims, c.snoozes, c.timeout_s, c.resume, c.tags, c.metadata, c.enqueued_at, c.graph, c.pos, c.sink, c.deadline_at,
        extract(epoch FROM c.started_at - c.ready_at)::float8 AS waited_s
 FROM (SELECT count(*) AS taken FROM taken) total LEFT JOIN claimed c ON true
