@@ -450,7 +450,7 @@ BEGIN
     IF run IS NULL THEN
         UPDATE {schema}.cyclone_steps
         SET state = 'completed', output = new_output::jsonb, finished_at = coalesce(test_now, clock_timestamp()),
-            error_kind = NULL, error = NULL
+            error_kind = NULL, error = NULL, key_held = false
         WHERE id = step AND claim = own_claim AND state = 'running';
         RETURN FOUND;
     END IF;

@@ -94,6 +94,7 @@ def step(
         if columns.get("run_id", number) != number:  # a node of a run, with nothing behind it
             found |= {"policy": 0, "accept_skipped": False, "contained": False, "sink": True}
         found |= columns
+        found["key_held"] = "unique_key" in columns and state not in ("completed", "discarded", "cancelled")
         _insert(conn, "cyclone_steps", id=number, **found)
         if state == "available":
             lane, rank = found.get("queue", "default"), found.get("priority", 5) * 2 + 1
@@ -239,7 +240,7 @@ async def deliver(
         batch=batch,
         linger_s=0,
         holds_lease=lambda: True,
-        on_settled=lambda outcome, certain: settled.append((outcome, certain)),
+        on_settled=lambda outcomes, certain: settled.extend((one, certain) for one in outcomes),
         hook=hook,
     )
     for outcome in outcomes:

@@ -87,7 +87,7 @@ async def test_a_settle_costs_one_round_trip_for_the_whole_batch(dsn: str, conn:
 
     settler = settle.Settler(
         SQL, connect, batch=500, linger_s=0, holds_lease=lambda: True,
-        on_settled=lambda outcome, certain: settled.append(outcome),
+        on_settled=lambda outcomes, certain: settled.extend(outcomes),
     )  # fmt: skip
     running = asyncio.create_task(settler.run())
 

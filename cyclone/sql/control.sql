@@ -78,7 +78,7 @@ WITH old AS MATERIALIZED (
 ), ended AS (
     UPDATE {schema}.cyclone_steps
     SET state = 'cancelled', finished_at = coalesce(%(now)s::timestamptz, now()), due_at = NULL, error_kind = 'cancelled',
-        error = %(reason)s::text, fate = CASE WHEN graph IS NOT NULL THEN 'alone' END
+        error = %(reason)s::text, fate = CASE WHEN graph IS NOT NULL THEN 'alone' END, key_held = false
     WHERE (id = %(id)s OR map_step = %(id)s) AND state IN ('pending', 'scheduled', 'available', 'running', 'waiting')
     RETURNING id, run_id, node, kind, queue, attempts, claim
 ), ordered AS (
@@ -121,7 +121,8 @@ WITH clock AS MATERIALIZED (
     UPDATE {schema}.cyclone_steps s
     SET state = 'available', ord = nextval('{schema}.cyclone_ids'), ready_at = clock.at, finished_at = NULL,
         max_attempts = least(s.attempts::bigint + %(additional_attempts)s::bigint, 2147483647)::integer,
-        reclaims = 0, snoozes = 0, isolated = false, resume = false, fate = NULL, error_kind = NULL, error = NULL, last_crash = NULL
+        reclaims = 0, snoozes = 0, isolated = false, resume = false, fate = NULL, error_kind = NULL, error = NULL, last_crash = NULL,
+        key_held = s.unique_key IS NOT NULL
     FROM clock
     WHERE s.id = ANY(%(ids)s::bigint[]) AND s.state = 'discarded'
     RETURNING s.id, s.run_id, s.node, s.kind, s.queue, s.priority, s.ord, s.attempts, clock.at

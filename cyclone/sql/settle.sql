@@ -17,7 +17,8 @@ WITH sent AS MATERIALIZED (
     WHERE %(step_over)s AND s.id = ANY(%(ids)b::bigint[]) FOR UPDATE SKIP LOCKED
 ), done AS (
     UPDATE {schema}.cyclone_steps s
-    SET state = 'completed', output = d.output::jsonb, finished_at = coalesce(%(now)s, now()), error_kind = NULL, error = NULL
+    SET state = 'completed', output = d.output::jsonb, finished_at = coalesce(%(now)s, now()), error_kind = NULL, error = NULL,
+        key_held = false
     FROM sent d
     WHERE s.id = d.id AND s.claim = d.claim AND s.state = 'running'
       AND (NOT %(step_over)s OR s.id IN (SELECT id FROM free))
@@ -51,6 +52,7 @@ WITH sent AS MATERIALIZED (
     SET state = d.state,
         due_at = CASE d.state WHEN 'scheduled' THEN coalesce(%(now)s, now()) + d.delay_s * interval '1 second' END,
         finished_at = CASE WHEN d.state IN ('discarded', 'cancelled') THEN coalesce(%(now)s, now()) END,
+        key_held = s.key_held AND d.state NOT IN ('discarded', 'cancelled'),
         ready_at = CASE d.state WHEN 'available' THEN coalesce(%(now)s, now()) ELSE s.ready_at END,
         ord = CASE d.state WHEN 'available' THEN nextval('{schema}.cyclone_ids') ELSE s.ord END,
         attempts = s.attempts - CASE WHEN d.called OR s.resume THEN 0 ELSE 1 END,

@@ -33,6 +33,7 @@ WITH dead AS MATERIALIZED (
     UPDATE {schema}.cyclone_steps s
     SET state = CASE WHEN h.executed AND s.reclaims + 1 >= h.most THEN 'discarded' ELSE 'available' END,
         finished_at = CASE WHEN h.executed AND s.reclaims + 1 >= h.most THEN coalesce(%(now)s, now()) END,
+        key_held = s.key_held AND NOT (h.executed AND s.reclaims + 1 >= h.most),
         ord = nextval('{schema}.cyclone_ids'), ready_at = coalesce(%(now)s, now()),
         reclaims = s.reclaims + CASE WHEN h.executed THEN 1 ELSE 0 END,
         attempts = s.attempts - CASE WHEN h.executed OR s.resume THEN 0 ELSE 1 END,

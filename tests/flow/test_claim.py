@@ -54,7 +54,7 @@ async def test_a_claimed_step_is_running_for_everybody_to_see(dsn: str, conn: Co
     assert conn.execute("SELECT id, life, steps FROM cyclone_claims").fetchall() == [(got.claim, life, [made.id])]
     assert (got.id, got.run_id, got.node, got.kind, got.queue) == (made.id, made.id, "noop", "noop", "default")
     assert (got.attempt, got.max_attempts, got.reclaims, got.snoozes, got.timeout_s) == (1, 5, 0, 0, 7.5)
-    assert (got.input, got.tags, got.metadata) == ('{"a": [1, "é"]}'.encode(), ["red"], b'{"x": 1}')
+    assert (got.input, got.tags, got.metadata) == ('{"a": [1, "é"]}', ["red"], b'{"x": 1}')
 
 
 async def test_a_claim_takes_no_more_than_it_has_room_for(dsn: str, conn: Conn) -> None:

@@ -241,7 +241,7 @@ async def test_after_the_lease_is_gone_outcomes_are_dropped_with_a_line_in_the_l
         batch=500,
         linger_s=0,
         holds_lease=lambda: False,
-        on_settled=lambda outcome, certain: settled.append((outcome, certain)),
+        on_settled=lambda outcomes, certain: settled.extend((one, certain) for one in outcomes),
     )
     for one in steps:
         settler.add(done(one))
@@ -263,7 +263,7 @@ async def test_a_settler_without_lease_and_database_does_not_spin(dsn: str, conn
         raise ConnectError("away")
 
     settler = settle.Settler(
-        SQL, connect, batch=500, linger_s=0, holds_lease=lambda: False, on_settled=lambda outcome, certain: None
+        SQL, connect, batch=500, linger_s=0, holds_lease=lambda: False, on_settled=lambda outcomes, certain: None
     )
     settler.close_claim(1)
     running = asyncio.create_task(settler.run())
@@ -368,7 +368,7 @@ async def test_behind_a_pooler_no_setting_stays_on_the_session_and_nobody_waits_
 
         settler = settle.Settler(
             SQL, connect, batch=500, linger_s=0, pooler=True, holds_lease=lambda: True,
-            on_settled=lambda outcome, certain: settled.append(outcome.step.id),
+            on_settled=lambda outcomes, certain: settled.extend(one.step.id for one in outcomes),
         )  # fmt: skip
         for one in steps:
             settler.add(done(one))
