@@ -244,12 +244,13 @@ def _claim_and_settle(dsn: str, output: str | None) -> None:
         },
     )  # fmt: skip
     claim = {"life": life, "queues": ["default"], "ranks": list(range(20)), "room": BATCH, "now": None}
+    claim |= {"floors": "{}", "floor": "0"}
     _waiting.release()
     _gate.wait()
     while rows := _run(conn, sql["claim_steps"], claim | {"claim": (number := random.getrandbits(62))}):
         if not rows[0][0]:
             break
-        ids = [row[1] for row in rows]
+        ids = [row[3] for row in rows[1:]]
         refused = _run(
             conn,
             sql["complete_steps"],

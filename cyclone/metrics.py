@@ -213,15 +213,18 @@ def start(multiproc_dir: str | None) -> None:
     _metrics = _Metrics()
 
 
-def claimed(n: int, asked: int, seconds: float, waits: Mapping[str, list[float]]) -> None:
-    """A claim brought `n` of `asked` steps, which by queue had been ready so long."""
+def claimed(n: int, asked: int, seconds: float, waits: Iterable[tuple[str, float]]) -> None:
+    """A claim brought `n` of `asked` steps, which had been ready so long, by queue."""
     if _metrics is None:
         return
+    by_queue: dict[str, list[float]] = {}
+    for queue, wait in waits:
+        by_queue.setdefault(queue, []).append(wait)
     _metrics.claims.get(()).inc()
     _metrics.asked.get(()).inc(asked)
     _metrics.claimed.get(()).inc(n)
     _metrics.claim_s.get(()).observe((seconds,))
-    for queue, values in waits.items():
+    for queue, values in by_queue.items():
         _metrics.wait.get((queue,)).observe(values)
 
 

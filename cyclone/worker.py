@@ -445,6 +445,8 @@ class Worker:
                 try:
                     if conn is None:
                         conn = await db.connect(self._dsn, application_name="cyclone claim", pooler=self._pooler)
+                        if not self._pooler:
+                            await conn.execute(claim.SESSION, prepare=False)
                         connected = time.monotonic()
                         await self._reconcile(conn)
                         self._page.state = State.READY
@@ -469,8 +471,8 @@ class Worker:
                     await self._take(conn, life, steps)
                     if taken >= room:
                         self._news.pass_on()
-                    else:  # nothing unlocked was left
-                        await self._news.wait(self._poll_s())
+                    else:  # nothing unlocked was left that this look could see
+                        await self._news.wait(min(self._poll_s(), self._claimer.recheck_s()))
                 except (psycopg.Error, ConnectError, OSError) as exc:
                     log.warning("claiming was interrupted and goes on in %.1f s: %s", pause, db.brief(exc))
                     if conn is not None:
@@ -487,7 +489,7 @@ class Worker:
         none is left; a worker in a program of its own does it between its other work.
         """
         life = self._keeper.life
-        steps, taken = await self._isolated.batch(conn, life, 1)
+        steps, taken = await self._isolated.batch(conn, life, 1, whole=True)
         if steps:
             log.info("step %s (%s) is run alone", steps[0].id, steps[0].kind)
             metrics.isolated(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import factories
@@ -294,3 +295,186 @@ async def test_a_claim_begins_a_new_attempt_unless_the_step_repeats_one(dsn: str
     assert (got[fresh.id].attempt, got[failed_twice.id].attempt, got[repeats.id].attempt) == (1, 3, 2)
     assert [read(conn, one, "attempts") for one in (fresh, failed_twice, repeats)] == [1, 3, 2]
     assert got[repeats.id].reclaims == 3
+
+
+# Where a look begins: a claimer begins a little below what it took last, and only now and then at the very beginning
+
+
+Ids = list[int]
+
+
+@pytest.fixture
+def never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its first look a claimer never begins at the very beginning."""
+    monkeypatch.setattr(claim, "_PAUSE", math.inf)
+
+
+async def took(claimer: claim.Claimer, conn: psycopg.AsyncConnection[Any], life: int, room: int = 500) -> Ids:
+    steps, _ = await claimer.batch(conn, life, room)
+    return [one.id for one in steps]
+
+
+async def drain(claimer: claim.Claimer, conn: psycopg.AsyncConnection[Any], life: int) -> Ids:
+    found: Ids = []
+    while more := await took(claimer, conn, life):
+        found += more
+    return found
+
+
+@pytest.mark.contract("L2")
+@pytest.mark.usefixtures("never_whole")
+async def test_a_step_that_commits_a_little_late_keeps_its_turn(dsn: str, conn: Conn) -> None:
+    life, claimer = factories.life(conn), claim.Claimer(SQL, ["default"])
+    async with engine(dsn) as own:
+        with psycopg.connect(dsn) as late, late.transaction():
+            straggler = factories.step(late)
+            first = factories.steps(conn, 700)
+            assert await drain(claimer, own, life) == first
+        newer = factories.steps(conn, 10)
+        assert await drain(claimer, own, life) == [straggler.id, *newer]
+
+
+async def test_a_step_that_commits_long_after_newer_ones_is_soon_found_while_other_work_flows(
+    dsn: str, conn: Conn
+) -> None:
+    life, claimer = factories.life(conn), claim.Claimer(SQL, ["default"])
+    loop = asyncio.get_running_loop()
+    async with engine(dsn) as own:
+        with psycopg.connect(dsn) as late, late.transaction():
+            straggler = factories.step(late)
+            made = factories.steps(conn, 5000)
+            assert await drain(claimer, own, life) == made
+        committed, found = loop.time(), []
+        while straggler.id not in found:
+            assert loop.time() < committed + 2
+            factories.steps(conn, 3)
+            found += await took(claimer, own, life, 2)
+    assert factories.count(conn, "cyclone_steps WHERE attempts > 1") == 0
+
+
+async def until_found(claimer: claim.Claimer, conn: psycopg.AsyncConnection[Any], life: int) -> Ids:
+    """Claims as a worker does that hears no news."""
+    while not (found := await took(claimer, conn, life)):
+        assert claimer.recheck_s() < 2
+        await asyncio.sleep(claimer.recheck_s())
+    return found
+
+
+async def test_a_look_that_left_something_out_is_soon_followed_by_one_that_does_not(dsn: str, conn: Conn) -> None:
+    life, claimer = factories.life(conn), claim.Claimer(SQL, ["default"])
+    async with engine(dsn) as own:
+        with psycopg.connect(dsn) as late, late.transaction():
+            straggler = factories.step(late)
+            factories.steps(conn, 5000)
+            await drain(claimer, own, life)
+        assert await until_found(claimer, own, life) == [straggler.id]
+        # Once the queue is seen to be empty from the beginning, there is nothing to look for.
+        assert (await claimer.batch(own, life, 1, whole=True)) == ([], 0)
+        assert claimer.recheck_s() == math.inf
+
+
+@pytest.mark.contract("L2")
+async def test_many_that_committed_late_are_taken_in_their_order(dsn: str, conn: Conn) -> None:
+    life, claimer = factories.life(conn), claim.Claimer(SQL, ["default"])
+    async with engine(dsn) as own:
+        with psycopg.connect(dsn) as late, late.transaction():
+            stragglers = factories.steps(late, 3000)
+            factories.steps(conn, 3000)
+            await drain(claimer, own, life)
+        newer = factories.steps(conn, 1000)
+        steps, _ = await claimer.batch(own, life, 500, whole=True)
+        assert [one.id for one in steps] + await drain(claimer, own, life) == stragglers + newer
+
+
+@pytest.mark.contract("L1", "L2")
+@pytest.mark.usefixtures("never_whole")
+async def test_what_was_taken_from_one_place_says_nothing_of_the_others(dsn: str, conn: Conn) -> None:
+    life, claimer = factories.life(conn), claim.Claimer(SQL, ["a", "b"])
+    async with engine(dsn) as own:
+        assert await took(claimer, own, life) == []
+        waiting = {
+            (queue, priority): factories.steps(conn, 5, queue=queue, priority=priority)
+            for queue in ("a", "b")
+            for priority in (9, 5)
+        }
+        urgent = factories.steps(conn, 4000, queue="a", priority=0)
+        for _ in range(8):
+            # No claim comes short, so nothing tells that the other places are empty; every second begins with b.
+            found = await took(claimer, own, life)
+            assert len(found) == 500
+            waiting = {place: ids for place, ids in waiting.items() if not set(ids) & set(found)}
+            urgent = [one for one in urgent if one not in found]
+        rest = await drain(claimer, own, life)
+        assert sorted(rest) == sorted([*urgent, *sum(waiting.values(), [])])
+    assert factories.count(conn, "cyclone_ready") == 0
+
+
+@pytest.mark.contract("L2")
+@pytest.mark.usefixtures("never_whole")
+async def test_work_given_back_and_work_of_a_higher_priority_is_above_every_floor(dsn: str, conn: Conn) -> None:
+    life, claimer = factories.life(conn), claim.Claimer(SQL, ["default"])
+    dead = factories.life(conn)
+    async with engine(dsn) as own:
+        given_back = await took(claim.Claimer(SQL, ["default"]), own, life)
+        factories.steps(conn, 1)
+        (released,), _ = await claimer.batch(own, life, 1)
+        factories.steps(conn, 1)
+        reclaimed = await took(claimer, own, dead)
+        factories.steps(conn, 5000)
+        await drain(claimer, own, life)
+        waiting, urgent = factories.step(conn), factories.step(conn, priority=0)
+        end_life(conn, dead)
+        await sweep.reclaim(own, SQL)
+        await deliver(dsn, Outcome(released, Verb.RELEASE))
+        assert given_back == []
+        assert await took(claimer, own, life) == [urgent.id, *reclaimed, released.id, waiting.id]
+
+
+@pytest.mark.contract("E15")
+async def test_a_step_put_aside_late_is_found_by_a_worker_that_knows_it(dsn: str, conn: Conn) -> None:
+    knows, claimer = factories.life(conn, kinds=["noop", "odd"]), claim.Claimer(SQL, ["default"])
+    async with engine(dsn) as own:
+        with psycopg.connect(dsn) as late, late.transaction():
+            straggler = factories.step(late, "odd")
+            factories.steps(conn, 3000)
+            await drain(claimer, own, knows)
+        assert await took(claim.Claimer(SQL, ["default"]), own, factories.life(conn)) == []
+        assert factories.count(conn, "cyclone_ready WHERE lane <> 'default'") == 1
+        found = await until_found(claimer, own, knows)
+        assert found == [straggler.id]
+        # And those that follow it in that lane, and were put aside with higher numbers.
+        more = factories.steps(conn, 3, kind="odd")
+        await took(claim.Claimer(SQL, ["default"]), own, factories.life(conn))
+        assert await until_found(claimer, own, knows) == more
+
+
+@pytest.mark.usefixtures("never_whole")
+@pytest.mark.parametrize("new", ["connection", "life"])
+async def test_a_new_connection_or_life_begins_at_the_very_beginning(dsn: str, conn: Conn, new: str) -> None:
+    life, claimer = factories.life(conn), claim.Claimer(SQL, ["default"])
+    async with engine(dsn) as own, engine(dsn) as other:
+        with psycopg.connect(dsn) as late, late.transaction():
+            straggler = factories.step(late)
+            factories.steps(conn, 5000)
+            await drain(claimer, own, life)
+        assert await took(claimer, own, life) == []
+        if new == "life":
+            assert await took(claimer, own, factories.life(conn)) == [straggler.id]
+        else:
+            assert await took(claimer, other, life) == [straggler.id]
+
+
+async def test_a_worker_finds_what_committed_late_without_being_told(dsn: str, conn: Conn) -> None:
+    @step("noop")
+    async def handler(ctx: Context) -> None: ...
+
+    async with factories.worker(dsn, handler, poll_interval=60, concurrency=100):
+        with psycopg.connect(dsn) as late, late.transaction():
+            straggler = factories.step(late)
+            made = factories.steps(conn, 2000)
+            conn.execute("SELECT pg_notify(%s, '')", (SQL.channel,))
+            await until(lambda: factories.count(conn, "cyclone_steps WHERE state = 'completed'") == len(made), 20)
+        # Its own notification does not come; that of another step does.
+        factories.step(conn)
+        conn.execute("SELECT pg_notify(%s, '')", (SQL.channel,))
+        await until(lambda: state(conn, straggler) == "completed", 5)

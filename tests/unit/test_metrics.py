@@ -57,7 +57,7 @@ def figures(text: bytes) -> dict[str, float]:
 
 def everything(n: int = 1) -> None:
     """One call of each kind."""
-    metrics.claimed(n, 2 * n, 0.01, {"default": [0.5] * n})
+    metrics.claimed(n, 2 * n, 0.01, [("default", 0.5)] * n)
     metrics.ran({("default", "charge"): [0.01] * n})
     metrics.settled({("default", "charge", "completed"): n}, {("default", "charge", "timeout"): n}, n, 0.002)
     metrics.statement("claim_steps", 0.003)
@@ -285,7 +285,7 @@ def test_after_2000_replacements_the_directory_is_small_and_a_scrape_fast(tmp_pa
             for kind in range(20):
                 metrics.ran({("default", f"kind {kind}"): [0.01, 0.1]})
                 metrics.settled({("default", f"kind {kind}", "completed"): 1}, {}, 1, 0.01)
-                metrics.claimed(1, 1, 0.01, {f"queue {kind}": [1.0]})
+                metrics.claimed(1, 1, 0.01, [(f"queue {kind}", 1.0)])
             metrics.running(1)
 
         alone(busy)
