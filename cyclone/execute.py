@@ -183,8 +183,10 @@ class Execution:
                 self._task = task(host, coro)
                 self._start_clock()
             return
-        decoded, value = self._decode()
-        if not decoded:
+        try:
+            value = handler.decode_input(self.claimed.version, self.claimed.input)
+        except BaseException as exc:
+            self._refuse_input(exc)
             return
         if isinstance(handler, ProcessStep):
             self._start_thread(self._run_process)
@@ -195,11 +197,13 @@ class Execution:
 
     def coroutine(self) -> Coroutine[Any, Any, None] | None:
         """The execution of an async handler, still to be begun. None: it is over, as its input is none."""
-        decoded, value = self._decode()
-        if not decoded:
+        claimed, host = self.claimed, self._host
+        try:
+            value = self.handler.decode_input(claimed.version, claimed.input)
+        except BaseException as exc:
+            self._refuse_input(exc)
             return None
-        host = self._host
-        self._ctx = ctx = context.Context(self.claimed, host.state, host.async_doors)
+        self._ctx = ctx = context.Context(claimed, host.state, host.async_doors)
         return self._run(ctx, value)
 
     def suspend(self, owner: asyncio.Task[None]) -> None:
@@ -207,12 +211,9 @@ class Execution:
         self._task = owner
         self._start_clock()
 
-    def _decode(self) -> tuple[bool, Any]:
-        try:
-            return True, self.handler.decode_input(self.claimed.version, self.claimed.input)
-        except BaseException as exc:  # an upgrade is the user's code: not even SystemExit may end the loop
-            self._finish(invalid(exc, self.claimed, self.handler, self._limits))
-            return False, None
+    def _refuse_input(self, exc: BaseException) -> None:
+        # Whatever was raised, even SystemExit: an upgrade is the user's code, and must not end the loop.
+        self._finish(invalid(exc, self.claimed, self.handler, self._limits))
 
     def _start_thread(self, job: Callable[[], None]) -> None:
         try:

@@ -175,6 +175,7 @@ class Worker:
         self._queue: deque[Claimed] = deque()
         self._executions: dict[int, execute.Execution] = {}
         self._running = 0
+        self._shown = False  # that anything runs is on the page
         self._unsettled = 0
         self._taken_at = 0.0
         self._open_claims: Counter[int] = Counter()
@@ -374,6 +375,7 @@ class Worker:
             # The lease thread may wait for minutes for a connection that is dead. What runs is treated as lost now.
             self._lose_everything()
         self._page.running = self._running
+        self._shown = self._running > 0
         self._page.done += self._ended_lately
         metrics.running(self._running)
         if self._times:
@@ -638,8 +640,9 @@ class Worker:
         if gate is not None:
             execution.gate = gate
             gate.running += 1
-        if self._running == 1:
-            self._page.running = 1
+        if not self._shown:
+            self._shown = True
+            self._page.running = self._running
         if self._hook is not None:
             self._hook.tell(
                 [events.seen(EventKind.STARTED, step.run_id, step.node, step.kind, step.queue, step.attempt)]
