@@ -6,10 +6,10 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test lint format bench bench-sweep clean
 
 help:  ## what can be made
-	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/  \1\t\2/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  \1\t\2/p' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -35,6 +35,9 @@ format: $(READY)  ## format and sort
 
 bench: $(READY)  ## measure, with ARGS for the benchmark
 	$(BIN)/python -m bench $(ARGS)
+
+bench-sweep: $(READY)  ## which settings of a pool are the fastest here, with ARGS for the lists to try
+	$(BIN)/python -m bench.sweep $(ARGS)
 
 clean:  ## remove what was made
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .benchmarks

@@ -1,16 +1,15 @@
-"""How fast waiting steps are worked off, against the same SQL without handlers, in turns."""
+"""How fast waiting steps are worked off, against the same SQL without handlers and against other loads, in turns."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-import psycopg
 import pytest
 
 import cyclone
-from bench import work
+from bench import drains, work
 from bench.conftest import Meter, Round
+from bench.drains import Side
 from bench.server import Server, costs
 
 _OUTPUT = '{"seq":1,"to":"user0000001@example.com","body":"' + "x" * 51 + '"}'
@@ -24,121 +23,77 @@ UPDATE cyclone_steps SET state = 'completed', finished_at = now() WHERE id = :id
 COMMIT;
 """
 _COMPLETION_CLIENTS = 8 * work.PROCS  # each worker has so many connections for completion transactions
+_MANY_PROCS = 16
 
 
-@pytest.mark.parametrize("form", ["workers", "pool"])
-def bench_noop(meter: Meter, server: Server, form: str) -> None:
-    _drain(meter, server, "no-op" if form == "workers" else "no-op, in a pool", work.noop, None, pool=form == "pool")
+@pytest.fixture
+def count(meter: Meter) -> int:
+    return meter.size(drains.COUNT, quick=drains.QUICK)
 
 
-def bench_output(meter: Meter, server: Server) -> None:
-    _drain(meter, server, "100-byte outputs", work.echo, _OUTPUT)
+def bench_noop(meter: Meter, server: Server, count: int) -> None:
+    drains.compare(meter, server, "no-op", _workers(server, count), _sql(server, count))
 
 
-def _drain(
-    meter: Meter, server: Server, case: str, step: cyclone.Step[Any, Any], output: str | None, *, pool: bool = False
-) -> None:
-    count = meter.size(100_000, quick=2_000)
-    lines: dict[str, Any] = {"x": "s", "y": "steps"}
+def bench_pool(meter: Meter, server: Server, count: int) -> None:
+    drains.compare(meter, server, "no-op, in a pool", drains.pool(server, count), _sql(server, count))
 
-    def one_round() -> Round:
-        with server.database(step, count) as dsn, work.statements_alone(dsn, output) as crew:
-            begin = time.perf_counter()
-            crew.go()
-            lines["SQL alone"] = crew.wait(count, lambda done: meter.show(done / count / 2))
-            yardstick = count / (time.perf_counter() - begin)
-            _check(dsn, count)
-        with server.database(step, count) as dsn:
-            with (
-                _look(dsn) as conn,
-                (work.pool if pool else work.workers)(dsn) as crew,
-                server.counting(crew.pids) as used,
-            ):
 
-                def drain() -> None:
-                    crew.go()
-                    lines["Cyclone"] = crew.wait(count, lambda done: meter.show(0.5 + done / count / 2))
-                    _wait_for_commits(conn)
+def bench_output(meter: Meter, server: Server, count: int) -> None:
+    mine, yardstick = _workers(server, count, work.echo), _sql(server, count, work.echo, _OUTPUT)
+    drains.compare(meter, server, "100-byte outputs", mine, yardstick)
 
-                seconds = yield drain
-            _check(dsn, count)
-            return {
-                "steps/s": count / seconds,
-                "SQL alone/s": yardstick,
-                "ratio": count / seconds / yardstick,
-                **costs(used, count, "workers"),
-                "HOT %": _hot(dsn),
-            }
 
-    meter.measure(case, one_round, bars=("steps/s", "SQL alone/s"), lines=lines)
+def bench_output_by_noop(meter: Meter, server: Server, count: int) -> None:
+    mine, yardstick = _workers(server, count, work.echo), _workers(server, count)
+    drains.compare(meter, server, "100-byte outputs, by none", mine, yardstick, at_least=0.90)
+
+
+def bench_procs(meter: Meter, server: Server, count: int) -> None:
+    mine, yardstick = drains.pool(server, count, _MANY_PROCS), drains.pool(server, count)
+    drains.compare(meter, server, f"{_MANY_PROCS} workers, by {work.PROCS}", mine, yardstick, at_least=0.85)
+
+
+def bench_kinds(meter: Meter, server: Server, count: int) -> None:
+    mine = Side(
+        f"{len(work.QUEUES)} queues, {len(work.KINDS)} kinds",
+        count,
+        lambda: server.filled(count, work.KINDS, work.QUEUES),
+        lambda dsn: work.pool(dsn, target="bench.work:many", queues=work.QUEUES),
+    )
+    yardstick = Side("one queue and kind", count, lambda: server.filled(count), work.pool)
+    drains.compare(meter, server, f"{mine.name}, by one", mine, yardstick, at_least=0.90)
+
+
+def _workers(server: Server, count: int, step: cyclone.Step[Any, Any] = work.noop) -> Side:
+    return Side(f"workers, {step.name}", count, lambda: server.database(step, count), work.workers)
+
+
+def _sql(server: Server, count: int, step: cyclone.Step[Any, Any] = work.noop, output: str | None = None) -> Side:
+    return Side(
+        "SQL alone", count, lambda: server.database(step, count), lambda dsn: work.statements_alone(dsn, output)
+    )
 
 
 def bench_completion_tx(meter: Meter, server: Server) -> None:
     count = meter.size(20_000, quick=1_000)
+    mine = _workers(server, count, work.book)
 
     def one_round() -> Round:
         with server.database(work.book, count) as dsn:
-            yardstick = server.run_pgbench(
+            rate = server.run_pgbench(
                 dsn, _BOOK.format(count=count), clients=_COMPLETION_CLIENTS, seconds=meter.size(5, quick=1)
             )
-        with server.database(work.book, count) as dsn:
-            with _look(dsn) as conn, work.workers(dsn) as crew, server.counting(crew.pids) as used:
-
-                def drain() -> None:
-                    crew.go()
-                    crew.wait(count, lambda done: meter.show(done / count))
-                    _wait_for_commits(conn)
-
-                seconds = yield drain
-            _check(dsn, count)
+        with mine.ready() as drain:
+            with server.counting(drain.crew.pids) as used:
+                seconds = yield lambda: drain.run(meter.show)
+            drain.check()
             return {
                 "steps/s": count / seconds,
-                "pgbench/s": yardstick,
-                "ratio": count / seconds / yardstick if yardstick else None,
+                "yardstick/s": rate,
+                "ratio": count / seconds / rate if rate else None,
                 **costs(used, count, "workers"),
-                "HOT %": _hot(dsn),
+                "HOT %": drain.hot(),
             }
 
-    meter.measure("completion transactions", one_round, bars=("steps/s", "pgbench/s"))
-
-
-# A claim may outlive its steps until a sweeper comes by, so what counts is whether a step of it still runs.
-_BUSY = """\
-SELECT EXISTS (
-    SELECT FROM cyclone_claims c, unnest(c.steps) AS claimed(id) JOIN cyclone_steps s ON s.id = claimed.id
-    WHERE s.state = 'running')
-"""
-
-
-def _look(dsn: str) -> psycopg.Connection[tuple[Any, ...]]:
-    conn = psycopg.connect(dsn, autocommit=True)
-    conn.execute("SET enable_seqscan = off")  # a look must not cost more than what it looks at
-    return conn
-
-
-def _wait_for_commits(conn: psycopg.Connection[tuple[Any, ...]]) -> None:
-    """Every handler was called; now their outcomes must be committed."""
-    for _ in range(5_000):
-        if conn.execute(_BUSY).fetchone() == (False,):
-            return
-        time.sleep(0.002)
-    raise RuntimeError("all steps were executed, but some are still running in the database")
-
-
-def _check(dsn: str, count: int) -> None:
-    with psycopg.connect(dsn) as conn:
-        states = conn.execute("SELECT state, count(*) FROM cyclone_steps GROUP BY 1").fetchall()
-    if states != [("completed", count)] or work.executed() != count:
-        raise RuntimeError(
-            f"{count} steps should be completed, but {states}; handlers were called {work.executed()} times"
-        )
-
-
-def _hot(dsn: str) -> float | None:
-    """The share of updates of steps that stayed on their page."""
-    with psycopg.connect(dsn) as conn:
-        row = conn.execute(
-            "SELECT 100.0 * n_tup_hot_upd / nullif(n_tup_upd, 0)"
-            " FROM pg_stat_user_tables WHERE relname = 'cyclone_steps'"
-        ).fetchone()
-    return None if row is None or row[0] is None else float(row[0])
+    meter.measure("completion transactions", one_round, bars=("steps/s", "yardstick/s"), against="pgbench")

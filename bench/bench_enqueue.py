@@ -16,6 +16,7 @@ from bench import work
 from bench.conftest import Meter, Round, Timed
 from bench.server import Server, costs
 
+_CLIENTS = 32
 _COLUMNS = "id, run_id, ord, input, ready_at, state, node, kind, max_attempts"
 _ONE = f"""\
 \\set seq random(1, 1000000)
@@ -44,12 +45,12 @@ def bench_many(meter: Meter, server: Server) -> None:
             _check(dsn, count)
             return {
                 "steps/s": count / seconds,
-                "COPY/s": yardstick,
+                "yardstick/s": yardstick,
                 "ratio": count / seconds / yardstick,
                 **costs(used, count, "client"),
             }
 
-    meter.measure(f"{count:,} in one call", one_round, bars=("steps/s", "COPY/s"))
+    meter.measure(f"{count:,} in one call", one_round, bars=("steps/s", "yardstick/s"), against="COPY")
 
 
 def _copy(dsn: str, messages: list[work.Message]) -> float:
@@ -82,12 +83,12 @@ def bench_single(meter: Meter, server: Server, client: str) -> None:
             _check(dsn, count)
             return {
                 "steps/s": count / seconds,
-                "pgbench/s": yardstick,
+                "yardstick/s": yardstick,
                 "ratio": count / seconds / yardstick if yardstick else None,
                 **costs(used, count, "client"),
             }
 
-    meter.measure(f"one by one, {client} client", one_round, bars=("steps/s", "pgbench/s"))
+    meter.measure(f"one by one, {client} client", one_round, bars=("steps/s", "yardstick/s"), against="pgbench")
 
 
 def _one_by_one(dsn: str, messages: list[work.Message]) -> Generator[Timed, float, float]:
@@ -110,6 +111,60 @@ def _one_by_one_sync(dsn: str, messages: list[work.Message]) -> Generator[Timed,
 
     with cyclone.SyncClient(dsn) as client:
         return (yield enqueue)
+
+
+def bench_notify(meter: Meter, server: Server) -> None:
+    """Notifying costs a lock for the whole server through the commit, so many clients at once feel it most."""
+    each = meter.size(200, quick=10)
+
+    async def enqueue(clients: list[cyclone.Client]) -> None:
+        async def one(client: cyclone.Client, number: int) -> None:
+            for seq in range(each):
+                await work.noop.enqueue(client, work.message(number * each + seq))
+
+        async with asyncio.TaskGroup() as group:
+            for number, client in enumerate(clients):
+                group.create_task(one(client, number))
+
+    def one_round() -> Round:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, server.database() as dsn:
+            clients = [cyclone.Client(dsn) for _ in range(_CLIENTS)]  # each has its own connection and its own quiet
+            for client in clients:
+                runner.run(client.open())
+
+            def quiet() -> float:
+                with work.listener(dsn, asleep=False):
+                    begin = time.perf_counter()
+                    runner.run(enqueue(clients))
+                    return time.perf_counter() - begin
+
+            runner.run(enqueue(clients[:1]))
+            # Before and after, so that a machine that grows slower or faster meanwhile does not count.
+            before = quiet()
+            meter.show(0.4)
+            with work.listener(dsn, asleep=True), server.counting([os.getpid()]) as used:
+                seconds = yield lambda: runner.run(enqueue(clients))
+                heard = work.executed()
+            meter.show(0.7)
+            rate = _CLIENTS * each * 2 / (before + quiet())
+            for client in clients:
+                runner.run(client.close())
+            _check(dsn, _CLIENTS * each * 3 + each)
+            return {
+                "steps/s": _CLIENTS * each / seconds,
+                "yardstick/s": rate,
+                "ratio": _CLIENTS * each / seconds / rate,
+                **costs(used, _CLIENTS * each, "client"),
+                "notifications/s": heard / seconds,
+            }
+
+    meter.measure(
+        f"{_CLIENTS} clients, notifying",
+        one_round,
+        bars=("steps/s", "yardstick/s"),
+        against="nobody asleep",
+        goal=("ratio", ">=", 0.95),
+    )
 
 
 def _check(dsn: str, count: int) -> None:

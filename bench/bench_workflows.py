@@ -60,13 +60,13 @@ def _drain(meter: Meter, server: Server, case: str, submit: Callable[[cyclone.Sy
             _check(dsn)
             return {
                 "nodes/s": count / seconds,
-                "plain steps/s": plain,
+                "yardstick/s": plain,
                 "ratio": count / seconds / plain,
                 "submitted nodes/s": count / submitting,
                 **costs(used, count, "workers"),
             }
 
-    meter.measure(case, one_round, bars=("nodes/s", "plain steps/s"), lines=lines)
+    meter.measure(case, one_round, bars=("nodes/s", "yardstick/s"), plots={case: lines}, against="plain steps")
 
 
 def bench_submit_once(meter: Meter, server: Server) -> None:
@@ -93,12 +93,12 @@ def bench_submit_once(meter: Meter, server: Server) -> None:
             again = count / (time.perf_counter() - begin)
             return {
                 "submit_once/s": count / seconds,
-                "submit/s": plain,
+                "yardstick/s": plain,
                 "ratio": count / seconds / plain,
                 "of keys that are there/s": again,
             }
 
-    meter.measure("one after the other", one_round, bars=("submit_once/s", "submit/s"))
+    meter.measure("one after the other", one_round, bars=("submit_once/s", "yardstick/s"), against="submit")
 
 
 def _wait(dsn: str, query: str) -> None:

@@ -26,6 +26,8 @@ _postgres = pytest.StashKey[str]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true")
     parser.addoption("--rounds", type=int, default=3)
+    parser.addoption("--held", type=int, default=300_000)
+    parser.addoption("--minutes", type=float, default=5.0)
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
@@ -48,6 +50,11 @@ def server(pytestconfig: pytest.Config) -> Generator[Server]:
 
 @pytest.fixture(scope="session")
 def _progress() -> Generator[Progress]:
+    with bar() as progress:
+        yield progress
+
+
+def bar() -> Progress:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -55,8 +62,7 @@ def _progress() -> Generator[Progress]:
         TimeElapsedColumn(),
     )
     # No refreshing thread: this process forks.
-    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as progress:
-        yield progress
+    return Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
 
 
 class Meter:
@@ -76,16 +82,28 @@ class Meter:
         self._progress.update(self._bar, completed=part, refresh=True)
 
     def measure(
-        self, case: str, one_round: Callable[[], Round], *, bars: Sequence[str], lines: dict[str, Any] | None = None
+        self,
+        case: str,
+        one_round: Callable[[], Round],
+        *,
+        bars: Sequence[str],
+        plots: dict[str, dict[str, Any]] | None = None,
+        against: str = "",
+        goal: tuple[str, str, float] | None = None,
+        rounds: int | None = None,
     ) -> None:
-        """`bars` are the figures to plot; `lines` may be filled by the rounds, for a plot of the last one."""
+        """`bars` are the figures to plot; `plots`, of lines by title, may be filled by the rounds and show the last.
+        `against` names the yardstick; `goal` is a figure that should be ">=" or "<=" a limit. `rounds` is for a case
+        that takes too long for as many as the others.
+        """
+        most = min(rounds or self._rounds, self._rounds)
         found: list[Figures] = []
         running: list[Round] = []
         seconds = 0.0
         self._bar = self._progress.add_task("", total=1.0)
 
         def setup() -> tuple[tuple[Timed], dict[str, object]]:
-            self._progress.update(self._bar, description=f"{case}, round {len(found) + 1} of {self._rounds}")
+            self._progress.update(self._bar, description=f"{case}, round {len(found) + 1} of {most}")
             self.show(0.0)
             running.append(one_round())
             return (next(running[-1]),), {}
@@ -103,12 +121,20 @@ class Meter:
                 found.append(end.value)
 
         try:
-            self._benchmark.pedantic(timed, setup=setup, teardown=teardown, rounds=self._rounds)
+            self._benchmark.pedantic(timed, setup=setup, teardown=teardown, rounds=most)
         finally:
             self._progress.remove_task(self._bar)
             for one in running:
                 one.close()
-        self._benchmark.extra_info.update(case=case, rounds=found, figures=medians(found), bars=bars, lines=lines or {})
+        self._benchmark.extra_info.update(
+            case=case,
+            against=against,
+            goal=None if self.quick else goal,
+            rounds=found,
+            figures=medians(found),
+            bars=bars,
+            plots=plots or {},
+        )
 
 
 def medians(rounds: list[Figures]) -> Figures:

@@ -29,7 +29,9 @@ def read(file: Path) -> dict[str, list[Case]]:
 
 
 def table(suite: str, cases: Sequence[Case], before: Sequence[Case] = ()) -> Table:
-    """One row a case: medians, with the change since `before`; how much the rounds differ in the first figure."""
+    """One row a case: medians, with the change since `before` and whether the goal is met; how much the rounds differ
+    in the first figure.
+    """
     found = Table(title=suite, title_justify="left", title_style="bold")
     found.add_column("case")
     names = list(dict.fromkeys(name for case in cases for name in case["figures"]))
@@ -39,10 +41,20 @@ def table(suite: str, cases: Sequence[Case], before: Sequence[Case] = ()) -> Tab
     for case in cases:
         old = earlier.get(case["case"], {})
         cells = [
-            _number(case["figures"].get(name)) + _change(case["figures"].get(name), old.get(name)) for name in names
+            _number(case["figures"].get(name)) + _change(case["figures"].get(name), old.get(name)) + _goal(case, name)
+            for name in names
         ]
-        found.add_row(case["case"], *cells, _spread(case))
+        against = f"\n  against {case['against']}" if case["against"] else ""
+        found.add_row(case["case"] + against, *cells, _spread(case))
     return found
+
+
+def _goal(case: Case, name: str) -> str:
+    if not case["goal"] or case["goal"][0] != name or case["figures"][name] is None:
+        return ""
+    _, sign, limit = case["goal"]
+    met = case["figures"][name] >= limit if sign == ">=" else case["figures"][name] <= limit
+    return f"\n{sign} {limit:g} {'met' if met else 'missed'}"
 
 
 def _number(value: float | None) -> str:
@@ -71,9 +83,10 @@ def draw(suites: dict[str, list[Case]], folder: Path) -> list[Path]:
     drawn: list[Path] = []
     for suite, cases in suites.items():
         plots = {suite: bars(suite, cases)}
-        for number, case in enumerate(cases):
-            if len(case["lines"]) > 2:
-                plots[f"{suite}-{number}"] = lines(f"{suite}: {case['case']}", case["lines"])
+        drawings = [(title, found) for case in cases for title, found in case["plots"].items()]
+        for number, (title, found) in enumerate(drawings):
+            if len(found) > 2:
+                plots[f"{suite}-{number}"] = lines(f"{suite}: {title}", found)
         for name, text in plots.items():
             drawn.append(folder / f"{name}.svg")
             drawn[-1].write_text(text)

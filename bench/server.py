@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,18 @@ from cyclone import embedded, migrate
 # As the servers of production are: nothing that was committed may be lost. Everything else is PostgreSQL's default.
 SETTINGS = {"shared_buffers": "1GB", "max_wal_size": "8GB", "max_connections": "200"}
 _LEDGER = "CREATE TABLE bench_ledger (run bigint NOT NULL, note text NOT NULL)"
+# What enqueueing stores, by the server alone.
+_FILL_STEPS = """\
+INSERT INTO cyclone_steps (id, run_id, ord, input, ready_at, state, node, kind, queue, max_attempts)
+SELECT n, n, n, %(input)s::jsonb, now(), 'available', k.kinds[1 + n %% cardinality(k.kinds)],
+       k.kinds[1 + n %% cardinality(k.kinds)], k.queues[1 + n %% cardinality(k.queues)], 5
+FROM generate_series(1, %(count)s::bigint) AS n, (SELECT %(kinds)s::text[] AS kinds, %(queues)s::text[] AS queues) k
+"""
+_FILL_READY = """\
+INSERT INTO cyclone_ready (lane, rank, ord, step)
+SELECT k.queues[1 + n %% cardinality(k.queues)], 11, n, n
+FROM generate_series(1, %(count)s::bigint) AS n, (SELECT %(queues)s::text[] AS queues) k
+"""
 
 
 @dataclass
@@ -94,6 +106,25 @@ class Server:
         finally:
             self._drop(name)
 
+    @contextlib.contextmanager
+    def filled(
+        self, count: int, kinds: Sequence[str] = ("noop",), queues: Sequence[str] = ("default",)
+    ) -> Generator[str]:
+        """The same with steps that the server stores itself, so that there may be any number and none passes through
+        this process: of kinds and queues in turn, all with the same input.
+        """
+        with self.database() as dsn:
+            with psycopg.connect(dsn, autocommit=True) as conn:
+                given = work.noop.input_codec.encode(work.message(0)).decode()
+                conn.execute(
+                    _FILL_STEPS, {"count": count, "input": given, "kinds": list(kinds), "queues": list(queues)}
+                )
+                conn.execute(_FILL_READY, {"count": count, "queues": list(queues)})
+                conn.execute("SELECT setval('cyclone_ids', %s)", (count,))
+                conn.execute("VACUUM ANALYZE cyclone_ready, cyclone_steps")
+                conn.execute("CHECKPOINT")
+            yield dsn
+
     def _load(self, step: cyclone.Step[work.Message, Any], count: int) -> str:
         name = next(self._names)
         self._admin.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
@@ -155,8 +186,8 @@ class Server:
 def costs(used: Counters, count: int, who: str) -> dict[str, float | None]:
     """Counters as figures of a case in which so many steps were worked on."""
     return {
-        f"CPU s/10k {who}": None if used.cpu_work_s is None else used.cpu_work_s / count * 1e4,
-        "CPU s/10k server": None if used.cpu_server_s is None else used.cpu_server_s / count * 1e4,
+        f"µs/step {who}": None if used.cpu_work_s is None else used.cpu_work_s / count * 1e6,
+        "µs/step server": None if used.cpu_server_s is None else used.cpu_server_s / count * 1e6,
         "WAL B/step": used.wal_bytes / count,
     }
 

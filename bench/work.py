@@ -16,25 +16,37 @@ import os
 import random
 import signal
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from multiprocessing.context import ForkProcess
+from typing import Unpack
 
 import msgspec
 import psycopg
 import uvloop
 
 import cyclone
-from cyclone import db
+from cyclone import db, wake
+from cyclone.config import WorkerArguments
 
 BATCH = 500
 """How many steps the SQL alone claims and settles at once: what a worker settles at once."""
 PROCS = 2
+QUEUES = tuple(f"queue_{n}" for n in range(8))
+KINDS = tuple(f"noop_{n}" for n in range(200))
 _SLOTS = 64
-_MOST_STARTS = 10_000
+_TICK_S = 0.010
 
 _fork = multiprocessing.get_context("fork")
-# Made before any fork, so all processes see the same pages.
+
+
+def _times(count: int) -> memoryview:
+    return memoryview(mmap.mmap(-1, 8 * max(count, 1))).cast("d")
+
+
+# Made before any fork, so all processes see the same pages; those of times by each crew for as many steps as it asks.
 _counts = memoryview(mmap.mmap(-1, 8 * _SLOTS)).cast("q")
-_starts = memoryview(mmap.mmap(-1, 8 * _MOST_STARTS)).cast("d")
+_called = _committed = _started = _times(0)
 _places = _fork.Value(ctypes.c_int, 0)
 _waiting = _fork.Semaphore(0)
 _gate = _fork.Event()
@@ -80,7 +92,7 @@ async def book(ctx: cyclone.Context, got: Message) -> None:
 
 @cyclone.action("stamp", registry=handlers)
 async def stamp(ctx: cyclone.Context, got: Message) -> None:
-    _starts[got.seq] = time.monotonic()
+    _started[got.seq] = time.monotonic()
     _counts[_slot] += 1
 
 
@@ -111,12 +123,21 @@ def fan(g: cyclone.Graph[int]) -> cyclone.Node[int]:
     return g.run(gather, g.map(echo, items.output).output)
 
 
-@handlers.lifespan
+many = cyclone.Registry()
+"""As `noop`, under as many names as a large program has."""
+for _kind in KINDS:
+    cyclone.action(_kind, registry=many)(noop.fn)
+
+
 async def begin_together(state: cyclone.State) -> AsyncIterator[None]:
     _take_slot()
     _waiting.release()
     await asyncio.to_thread(_gate.wait)
     yield
+
+
+for _registry in (handlers, many):
+    _registry.lifespan(begin_together)
 
 
 def _take_slot() -> None:
@@ -164,7 +185,16 @@ class Crew:
 
 def starts(count: int) -> list[float]:
     """When `stamp` was called for each of the first inputs, by the monotonic clock that all processes share."""
-    return [_starts[seq] for seq in range(count)]
+    return _started[:count].tolist()
+
+
+def picked_up(first: int, last: int) -> tuple[list[float], list[float]]:
+    """How many ms after its commit, and after the call that enqueued it, each of these steps of `producer` began."""
+    begun = _started[first:last].tolist()
+    return (
+        [(begin - at) * 1e3 for begin, at in zip(begun, _committed[first:last].tolist(), strict=True)],
+        [(begin - at) * 1e3 for begin, at in zip(begun, _called[first:last].tolist(), strict=True)],
+    )
 
 
 def executed() -> int:
@@ -173,17 +203,40 @@ def executed() -> int:
 
 
 @contextlib.contextmanager
-def workers(dsn: str, procs: int = PROCS) -> Generator[Crew]:
-    """Processes with a `cyclone.Worker` each, as a program embeds it."""
-    with _crew(procs, _work, dsn) as crew:
+def workers(dsn: str, procs: int = PROCS, *, stamps: int = 0) -> Generator[Crew]:
+    """Processes with a `cyclone.Worker` each, as a program embeds it. `stamps`: how many steps note when they begin."""
+    with _crew(procs, _work, dsn, stamps=stamps) as crew:
         yield crew
 
 
 @contextlib.contextmanager
-def pool(dsn: str, procs: int = PROCS) -> Generator[Crew]:
+def pool(
+    dsn: str,
+    procs: int = PROCS,
+    *,
+    target: str = "bench.work:handlers",
+    stamps: int = 0,
+    **options: Unpack[WorkerArguments],
+) -> Generator[Crew]:
     """What `cyclone-pool` runs: a supervisor, its workers and a sweeper."""
-    with _crew(1, _supervise, dsn, procs, waiting=procs) as crew:
+    with _crew(1, _supervise, dsn, procs, target, options, waiting=procs, stamps=stamps) as crew:
         yield crew
+
+
+@contextlib.contextmanager
+def producer(dsn: str, per_second: float, count: int) -> Generator[None]:
+    """A process that enqueues `stamp` at an even rate, every 10 ms what is due, and notes when it did."""
+    with _processes([_fork.Process(target=_produce, args=(dsn, per_second, count))]):
+        yield
+
+
+@contextlib.contextmanager
+def listener(dsn: str, *, asleep: bool) -> Generator[None]:
+    """A process that listens as an idle worker does; `executed` counts what it hears. When it is not asleep, it does
+    not ask to be notified, as a worker with enough to do.
+    """
+    with _crew(1, _listen, dsn, asleep):
+        yield
 
 
 @contextlib.contextmanager
@@ -194,19 +247,29 @@ def statements_alone(dsn: str, output: str | None, procs: int = PROCS) -> Genera
 
 
 @contextlib.contextmanager
-def _crew(procs: int, target: Callable[..., None], *args: object, waiting: int | None = None) -> Generator[Crew]:
+def _crew(
+    procs: int, target: Callable[..., None], *args: object, waiting: int | None = None, stamps: int = 0
+) -> Generator[Crew]:
+    global _called, _committed, _started
     _counts[:] = memoryview(bytes(8 * _SLOTS)).cast("q")
-    _starts[:] = memoryview(bytes(8 * _MOST_STARTS)).cast("d")
+    _called, _committed, _started = _times(stamps), _times(stamps), _times(stamps)
     _places.value = 0
     _gate.clear()
     processes = [_fork.Process(target=target, args=args) for _ in range(procs)]
-    try:
-        for process in processes:
-            process.start()
+    with _processes(processes):
         crew = Crew([p.pid for p in processes if p.pid], lambda: all(p.is_alive() for p in processes))
         for _ in range(waiting or procs):
             crew.wait_for_one()
         yield crew
+
+
+@contextlib.contextmanager
+def _processes(processes: list[ForkProcess]) -> Generator[None]:
+    """Starts processes and ends them."""
+    try:
+        for process in processes:
+            process.start()
+        yield
     finally:
         _gate.set()  # who still waits there could not hear the signal
         for process in processes:
@@ -225,8 +288,38 @@ def _work(dsn: str) -> None:
     uvloop.run(main())
 
 
-def _supervise(dsn: str, procs: int) -> None:
-    os._exit(cyclone.Pool("bench.work:handlers", dsn=dsn, procs=procs, metrics_port=0).run())
+def _supervise(dsn: str, procs: int, target: str, options: WorkerArguments) -> None:
+    os._exit(cyclone.Pool(target, dsn=dsn, procs=procs, metrics_port=0, **options).run())
+
+
+def _produce(dsn: str, per_second: float, count: int) -> None:
+    sent = 0
+    with cyclone.SyncClient(dsn) as client:
+        begin = time.monotonic()
+        while sent < count:
+            now = time.monotonic()
+            due = min(int((now - begin) * per_second) + 1, count)
+            stamp.enqueue_many(client, [message(seq) for seq in range(sent, due)])
+            for times, at in ((_called, now), (_committed, time.monotonic())):
+                times[sent:due] = array("d", [at]) * (due - sent)
+            sent = due
+            time.sleep(max(now + _TICK_S - time.monotonic(), 0.0))
+
+
+def _listen(dsn: str, asleep: bool) -> None:
+    _take_slot()
+
+    def on_news() -> None:
+        _counts[_slot] += 1
+
+    async def main() -> None:
+        ear = wake.Listener(dsn, db.statements("public"), random.getrandbits(62), on_news, idle=lambda: asleep)
+        listening = asyncio.create_task(ear.run())
+        await ear.connected.wait()
+        _waiting.release()
+        await listening
+
+    uvloop.run(main())
 
 
 def _claim_and_settle(dsn: str, output: str | None) -> None:

@@ -14,10 +14,12 @@ from bench.server import percentile
 
 CASE = {
     "case": "no-op",
+    "against": "SQL alone",
+    "goal": ["ratio", ">=", 0.9],
     "figures": {"steps/s": 1200.0, "SQL alone/s": None, "ratio": 0.5},
     "rounds": [{"steps/s": 1000.0, "SQL alone/s": None}, {"steps/s": 1250.0, "SQL alone/s": None}],
     "bars": ["steps/s", "SQL alone/s"],
-    "lines": {"x": "s", "y": "steps", "<Cyclone>": [[0.0, 0], [1.0, 100]]},
+    "plots": {"no-op": {"x": "s", "y": "steps", "<Cyclone>": [[0.0, 0], [1.0, 100]]}},
 }
 
 
@@ -40,7 +42,7 @@ def test_table_shows_medians_changes_and_spread(before: list[report.Case]) -> No
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(report.table("drain", [CASE], before))
     text = console.export_text()
-    assert "1,200" in text and "–" in text and "20 %" in text
+    assert "1,200" in text and "–" in text and "20 %" in text and ">= 0.9 missed" in text
     assert ("(+20 %)" in text) == bool(before)
 
 
