@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from bench import drains, work
 from bench.conftest import Meter, Round
-from bench.server import Server, costs
+from bench.server import Counters, Server, by_cpu, costs
 
 _SMALL = 100_000
 
@@ -21,7 +22,7 @@ def bench_waiting(meter: Meter, server: Server) -> None:
     lines: dict[str, Any] = {"x": "s", "y": "steps"}
 
     def one_round() -> Round:
-        with server.filled(small) as dsn, work.pool(dsn) as crew:
+        with server.filled(small) as dsn, work.pool(dsn) as crew, server.counting(crew.pids) as by_yardstick:
             begin = time.perf_counter()
             crew.go()
             lines[f"of {small:,}"] = crew.wait(count, lambda done: meter.show(done / count / 10))
@@ -38,6 +39,7 @@ def bench_waiting(meter: Meter, server: Server) -> None:
                 "steps/s": count / seconds,
                 "yardstick/s": rate,
                 "ratio": count / seconds / rate,
+                "by CPU": by_cpu(used, count, by_yardstick, count),
                 **costs(used, count, "workers"),
             }
 
@@ -63,8 +65,19 @@ def bench_snapshot(meter: Meter, server: Server, pytestconfig: pytest.Config) ->
             foreign.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
             foreign.execute("SELECT 1")
             line: list[tuple[float, int]] = []
-            with server.counting(drain.crew.pids) as used:
-                seconds = yield lambda: line.extend(drain.run(meter.show))
+            head, tail = contextlib.ExitStack(), contextlib.ExitStack()
+            counted: list[Counters] = []
+
+            def show(share: float) -> None:
+                meter.show(share)
+                if share * count >= part:
+                    head.close()
+                if share * count >= count - part and len(counted) == 1:
+                    counted.append(tail.enter_context(server.counting(drain.crew.pids)))
+
+            with tail, head:
+                counted.append(head.enter_context(server.counting(drain.crew.pids)))
+                seconds = yield lambda: line.extend(drain.run(show))
             drain.check()
             first = part / at(line, part)
             last = part / (line[-1][0] - at(line, count - part))
@@ -73,11 +86,12 @@ def bench_snapshot(meter: Meter, server: Server, pytestconfig: pytest.Config) ->
                 "steps/s": last,
                 "yardstick/s": first,
                 "ratio": last / first,
+                "by CPU": by_cpu(counted[1], part, counted[0], part),
+                **costs(counted[1], part, "workers"),
                 "all steps/s": count / seconds,
-                **costs(used, count, "workers"),
             }
 
-    case = f"the last {part:,} of {count:,} under a snapshot"
+    case = f"{count:,} under a snapshot, the last {part:,}"
     meter.measure(
         case,
         one_round,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
@@ -13,7 +14,7 @@ import psycopg
 
 from bench import work
 from bench.conftest import Meter, Round
-from bench.server import Server, costs
+from bench.server import Counters, Server, by_cpu, costs
 from cyclone.config import WorkerArguments
 
 COUNT = 100_000
@@ -100,15 +101,25 @@ def pool(server: Server, count: int, procs: int = work.PROCS, **options: Unpack[
 def compare(
     meter: Meter, server: Server, case: str, mine: Side, yardstick: Side, *, at_least: float | None = None
 ) -> None:
-    """A case whose rounds work off first the yardstick's steps and then those that are measured."""
+    """A case whose rounds work off the steps of both sides: the yardstick's first, in every other round last, so that
+    a machine that grows slower meanwhile favours neither.
+    """
     lines: dict[str, Any] = {"x": "s", "y": "steps"}
+    number = itertools.count()
+
+    def run_yardstick() -> tuple[float, Counters]:
+        with yardstick.ready() as drain:
+            with server.counting(drain.crew.pids) as used:
+                begin = time.perf_counter()
+                lines[yardstick.name] = drain.run(lambda part: meter.show(part / 2))
+                rate = yardstick.count / (time.perf_counter() - begin)
+            drain.check()
+        return rate, used
 
     def one_round() -> Round:
-        with yardstick.ready() as drain:
-            begin = time.perf_counter()
-            lines[yardstick.name] = drain.run(lambda part: meter.show(part / 2))
-            rate = yardstick.count / (time.perf_counter() - begin)
-            drain.check()
+        first = next(number) % 2 == 0
+        if first:
+            rate, by_yardstick = run_yardstick()
         with mine.ready() as drain:
             with server.counting(drain.crew.pids) as used:
 
@@ -117,13 +128,17 @@ def compare(
 
                 seconds = yield run
             drain.check()
-            return {
-                "steps/s": mine.count / seconds,
-                "yardstick/s": rate,
-                "ratio": mine.count / seconds / rate,
-                **costs(used, mine.count, "workers"),
-                "HOT %": drain.hot(),
-            }
+            hot = drain.hot()
+        if not first:
+            rate, by_yardstick = run_yardstick()
+        return {
+            "steps/s": mine.count / seconds,
+            "yardstick/s": rate,
+            "ratio": mine.count / seconds / rate,
+            "by CPU": by_cpu(used, mine.count, by_yardstick, yardstick.count),
+            **costs(used, mine.count, "workers"),
+            "HOT %": hot,
+        }
 
     meter.measure(
         case,

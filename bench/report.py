@@ -100,18 +100,22 @@ def bars(title: str, cases: Sequence[Case]) -> str:
         for name, colour in zip(case["bars"], _COLOURS, strict=False):
             if case["figures"][name] is not None:
                 values = [one[name] for one in case["rounds"]]
-                rows.append((f"{case['case']}: {name}", case["figures"][name], values, colour))
+                label = case["against"] if name == "yardstick/s" else f"{case['case']}: {name}"
+                rows.append((label, case["figures"][name], values, colour))
     most = max((max(values) for _, _, values, _ in rows), default=0) or 1
+    left = 20 + max((len(label) for label, *_ in rows), default=0) * 6.5
     body: list[str] = []
     for n, (label, value, values, colour) in enumerate(rows):
         y = 40 + n * 26
-        body.append(_text(250, y + 14, label, "end"))
-        body.append(f'<rect x="260" y="{y}" width="{max(value, 0) / most * 380:.1f}" height="18" fill="{colour}"/>')
+        body.append(_text(left, y + 14, label, "end"))
+        width = max(value, 0) / most * 380
+        body.append(f'<rect x="{left + 10:.0f}" y="{y}" width="{width:.1f}" height="18" fill="{colour}"/>')
         body += (
-            f'<circle cx="{260 + max(one, 0) / most * 380:.1f}" cy="{y + 9}" r="2.5" fill="#0f172a"/>' for one in values
+            f'<circle cx="{left + 10 + max(one, 0) / most * 380:.1f}" cy="{y + 9}" r="2.5" fill="#0f172a"/>'
+            for one in values
         )
-        body.append(_text(652, y + 14, _number(value)))
-    return _svg(title, 720, 50 + 26 * len(rows), body)
+        body.append(_text(left + 402, y + 14, _number(value)))
+    return _svg(title, int(left) + 470, 50 + 26 * len(rows), body)
 
 
 def lines(title: str, found: dict[str, Any]) -> str:
@@ -133,7 +137,7 @@ def lines(title: str, found: dict[str, Any]) -> str:
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", colour: str = "#0f172a") -> str:
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'
+    return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'
 
 
 def _svg(title: str, width: int, height: int, body: Iterable[str]) -> str:

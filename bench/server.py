@@ -47,6 +47,10 @@ class Counters:
     cpu_server_s: float | None
     wal_bytes: int
 
+    @property
+    def cpu_s(self) -> float | None:
+        return None if self.cpu_work_s is None or self.cpu_server_s is None else self.cpu_work_s + self.cpu_server_s
+
 
 class Server:
     """A server on which databases may be created: the embedded one, or the one of `CYCLONE_BENCH_DSN`."""
@@ -190,6 +194,13 @@ def costs(used: Counters, count: int, who: str) -> dict[str, float | None]:
         "µs/step server": None if used.cpu_server_s is None else used.cpu_server_s / count * 1e6,
         "WAL B/step": used.wal_bytes / count,
     }
+
+
+def by_cpu(used: Counters, count: int, yardstick: Counters, yardstick_count: int) -> float | None:
+    """The ratio to a yardstick as it would be if only CPU mattered: what it used for a step, by what was used here."""
+    if used.cpu_s is None or yardstick.cpu_s is None:
+        return None
+    return (yardstick.cpu_s / yardstick_count) / (used.cpu_s / count) if used.cpu_s else None
 
 
 def percentile(values: list[float], percent: float) -> float:

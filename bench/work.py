@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ctypes
 import json
+import logging
 import mmap
 import multiprocessing
 import os
@@ -289,6 +290,7 @@ def _work(dsn: str) -> None:
 
 
 def _supervise(dsn: str, procs: int, target: str, options: WorkerArguments) -> None:
+    logging.getLogger("cyclone").setLevel(logging.WARNING)  # starts and ends of processes belong to no result
     os._exit(cyclone.Pool(target, dsn=dsn, procs=procs, metrics_port=0, **options).run())
 
 

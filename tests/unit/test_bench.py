@@ -8,7 +8,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from bench import report, work
+from bench import report, sweep, work
+from bench.bench_backlog import at, rates
 from bench.conftest import medians
 from bench.server import percentile
 
@@ -52,3 +53,24 @@ def test_plots_are_xml(tmp_path: Path) -> None:
     for file in files:
         ElementTree.parse(file)
     assert "&lt;Cyclone&gt;" in files[1].read_text()
+
+
+def test_the_fastest_setting_by_its_median_is_the_best() -> None:
+    tried = sweep.settings({"procs": [1, 2], "claim_batch": [None, 200]})
+    assert [sweep.named(one) for one in tried] == [
+        "procs 1, claim_batch auto",
+        "procs 1, claim_batch 200",
+        "procs 2, claim_batch auto",
+        "procs 2, claim_batch 200",
+    ]
+    rates_by_round = [[10.0, 10.0, 90.0], [20.0, 25.0, 21.0], [1.0, 2.0, 3.0], [20.0, 20.0, 20.0]]
+    cases = [sweep.case(one, found) for one, found in zip(tried, rates_by_round, strict=True)]
+    assert sweep.best(cases)["setting"] == {"procs": 1, "claim_batch": 200}
+    assert [one["figures"]["steps/s"] for one in sweep.ranked(cases)] == [21, 20, 10, 2]
+    ElementTree.fromstring(report.bars("sweep", cases))
+
+
+def test_parts_of_a_drain() -> None:
+    line = [(0.0, 0), (1.0, 100), (2.0, 300), (4.0, 400)]
+    assert [at(line, n) for n in (50, 100, 200, 400)] == [0.5, 1, 1.5, 4]
+    assert rates(line, 100) == [(100, 100), (200, 200), (300, 200), (400, 50)]
