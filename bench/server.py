@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,16 +118,24 @@ class Server:
         """The same with steps that the server stores itself, so that there may be any number and none passes through
         this process: of kinds and queues in turn, all with the same input.
         """
-        with self.database() as dsn:
+        given = {
+            "input": work.noop.input_codec.encode(work.message(0)).decode(),
+            "count": count, "kinds": list(kinds), "queues": list(queues),
+        }  # fmt: skip
+
+        def run(query: str) -> None:
             with psycopg.connect(dsn, autocommit=True) as conn:
-                given = work.noop.input_codec.encode(work.message(0)).decode()
-                conn.execute(
-                    _FILL_STEPS, {"count": count, "input": given, "kinds": list(kinds), "queues": list(queues)}
-                )
-                conn.execute(_FILL_READY, {"count": count, "queues": list(queues)})
-                conn.execute("SELECT setval('cyclone_ids', %s)", (count,))
-                conn.execute("VACUUM ANALYZE cyclone_ready, cyclone_steps")
-                conn.execute("CHECKPOINT")
+                conn.execute(query.encode(), given)
+
+        with self.database() as dsn:
+            with ThreadPoolExecutor() as both:  # ten million take minutes
+                list(both.map(run, (_FILL_STEPS, _FILL_READY)))
+            for query in (
+                "SELECT setval('cyclone_ids', %(count)s)",
+                "VACUUM ANALYZE cyclone_ready, cyclone_steps",
+                "CHECKPOINT",
+            ):
+                run(query)
             yield dsn
 
     def _load(self, step: cyclone.Step[work.Message, Any], count: int) -> str:
