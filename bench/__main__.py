@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from bench import report
 
@@ -56,9 +55,7 @@ def main() -> int:
     if args.json:
         print(file.read_text())
     else:
-        console = Console()
-        if not console.is_terminal:
-            console.width = 150  # in a file nothing needs to fit a window
+        console = report.console()
         for suite, cases in suites.items():
             console.print(report.table(suite, cases, before.get(suite, ())))
         console.print(f"Results and plots are in {os.path.relpath(folder)}", highlight=False)

@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 Case = dict[str, Any]
@@ -28,12 +29,19 @@ def read(file: Path) -> dict[str, list[Case]]:
 # Tables
 
 
+def console() -> Console:
+    found = Console()
+    if not found.is_terminal:
+        found.width = 150  # in a file nothing needs to fit a window
+    return found
+
+
 def table(suite: str, cases: Sequence[Case], before: Sequence[Case] = ()) -> Table:
     """One row a case: medians, with the change since `before` and whether the goal is met; how much the rounds differ
     in the first figure.
     """
     found = Table(title=suite, title_justify="left", title_style="bold")
-    found.add_column("case")
+    found.add_column("case", min_width=28)
     names = list(dict.fromkeys(name for case in cases for name in case["figures"]))
     for name in [*names, "spread"]:
         found.add_column(name, justify="right")

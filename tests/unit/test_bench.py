@@ -56,16 +56,21 @@ def test_plots_are_xml(tmp_path: Path) -> None:
 
 
 def test_the_fastest_setting_by_its_median_is_the_best() -> None:
-    tried = sweep.settings({"procs": [1, 2], "claim_batch": [None, 200]})
-    assert [sweep.named(one) for one in tried] == [
+    tried = sweep.settings({"procs": ["1", "2"], "concurrency": ["100"], "claim_batch": ["auto", "200"]})
+    assert sweep.options(tried[0]) == {"procs": 1, "concurrency": 100, "claim_batch": None}
+    names = sweep.named(tried)
+    assert names == [
         "procs 1, claim_batch auto",
         "procs 1, claim_batch 200",
         "procs 2, claim_batch auto",
         "procs 2, claim_batch 200",
     ]
-    rates_by_round = [[10.0, 10.0, 90.0], [20.0, 25.0, 21.0], [1.0, 2.0, 3.0], [20.0, 20.0, 20.0]]
-    cases = [sweep.case(one, found) for one, found in zip(tried, rates_by_round, strict=True)]
-    assert sweep.best(cases)["setting"] == {"procs": 1, "claim_batch": 200}
+    found = [[10.0, 10.0, 90.0], [20.0, 25.0, 21.0], [1.0, 2.0, 3.0], [20.0, 20.0, 20.0]]
+    cases = [
+        sweep.case(name, setting, [{"steps/s": rate} for rate in rates])
+        for name, setting, rates in zip(names, tried, found, strict=True)
+    ]
+    assert sweep.best(cases)["case"] == "procs 1, claim_batch 200"
     assert [one["figures"]["steps/s"] for one in sweep.ranked(cases)] == [21, 20, 10, 2]
     ElementTree.fromstring(report.bars("sweep", cases))
 
