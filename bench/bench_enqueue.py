@@ -6,17 +6,21 @@ import asyncio
 import os
 import time
 from collections.abc import Generator
+from typing import Any
 
 import psycopg
+import psycopg_pool
 import pytest
 import uvloop
 
 import cyclone
 from bench import work
 from bench.conftest import Meter, Round, Timed
-from bench.server import Server, costs
+from bench.server import Counters, Server, by_cpu, costs
 
-_CLIENTS = 32
+_CONNECTIONS = 32
+# Whether somebody sleeps. Many turns, since commits take as long as the disk just then lets them.
+_TURNS = (False, True, True, False) * 3
 _COLUMNS = "id, run_id, ord, input, ready_at, state, node, kind, max_attempts"
 _ONE = f"""\
 \\set seq random(1, 1000000)
@@ -113,53 +117,69 @@ def _one_by_one_sync(dsn: str, messages: list[work.Message]) -> Generator[Timed,
         return (yield enqueue)
 
 
-def bench_notify(meter: Meter, server: Server) -> None:
-    """Notifying costs a lock for the whole server through the commit, so many clients at once feel it most."""
-    each = meter.size(200, quick=10)
+@pytest.mark.parametrize("alone", [True, False], ids=["clients", "tasks"])
+def bench_notify(meter: Meter, server: Server, alone: bool) -> None:
+    """Notifying takes a lock of the whole server through the commit, so many clients at once feel it most: as many
+    programs do, each of which looks for itself whether to notify, and as the tasks of one do.
+    """
+    each = meter.size(50, quick=5)
 
     async def enqueue(clients: list[cyclone.Client]) -> None:
-        async def one(client: cyclone.Client, number: int) -> None:
+        async def one(client: cyclone.Client) -> None:
             for seq in range(each):
-                await work.noop.enqueue(client, work.message(number * each + seq))
+                await work.noop.enqueue(client, work.message(seq))
 
         async with asyncio.TaskGroup() as group:
-            for number, client in enumerate(clients):
-                group.create_task(one(client, number))
+            for client in clients:
+                group.create_task(one(client))
 
     def one_round() -> Round:
+        seconds = {False: 0.0, True: 0.0}
+        used = {False: Counters(0.0, 0.0, 0), True: Counters(0.0, 0.0, 0)}
+        heard = 0
+
+        def take_turns() -> None:
+            nonlocal heard
+            for number, asleep in enumerate(_TURNS):
+                meter.show(number / len(_TURNS))
+                with work.listener(dsn, asleep=asleep):
+                    with server.counting([os.getpid()]) as counters:
+                        begin = time.perf_counter()
+                        runner.run(enqueue(clients))
+                        seconds[asleep] += time.perf_counter() - begin
+                    used[asleep] += counters
+                    heard += work.executed() if asleep else 0
+
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, server.database() as dsn:
-            clients = [cyclone.Client(dsn) for _ in range(_CLIENTS)]  # each has its own connection and its own quiet
+            pool = psycopg_pool.AsyncConnectionPool[psycopg.AsyncConnection[Any]](
+                dsn, kwargs={"autocommit": True, "prepare_threshold": None}, open=False,
+                min_size=_CONNECTIONS, max_size=_CONNECTIONS,
+            )  # fmt: skip
+            if alone:
+                clients = [cyclone.Client(dsn) for _ in range(_CONNECTIONS)]
+            else:
+                runner.run(pool.open(wait=True))
+                clients = [cyclone.Client(pool=pool)] * _CONNECTIONS
             for client in clients:
                 runner.run(client.open())
-
-            def quiet() -> float:
-                with work.listener(dsn, asleep=False):
-                    begin = time.perf_counter()
-                    runner.run(enqueue(clients))
-                    return time.perf_counter() - begin
-
-            runner.run(enqueue(clients[:1]))
-            # Before and after, so that a machine that grows slower or faster meanwhile does not count.
-            before = quiet()
-            meter.show(0.4)
-            with work.listener(dsn, asleep=True), server.counting([os.getpid()]) as used:
-                seconds = yield lambda: runner.run(enqueue(clients))
-                heard = work.executed()
-            meter.show(0.7)
-            rate = _CLIENTS * each * 2 / (before + quiet())
+            runner.run(enqueue(clients))
+            yield take_turns
             for client in clients:
                 runner.run(client.close())
-            _check(dsn, _CLIENTS * each * 3 + each)
-            return {
-                "steps/s": _CLIENTS * each / seconds,
-                "yardstick/s": rate,
-                "ratio": _CLIENTS * each / seconds / rate,
-                **costs(used, _CLIENTS * each, "client"),
-                "notifications/s": heard / seconds,
-            }
+            runner.run(pool.close())
+            _check(dsn, _CONNECTIONS * each * (1 + len(_TURNS)))
+        count = _CONNECTIONS * each * len(_TURNS) // 2
+        return {
+            "steps/s": count / seconds[True],
+            "yardstick/s": count / seconds[False],
+            "ratio": seconds[False] / seconds[True],
+            "by CPU": by_cpu(used[True], count, used[False], count),
+            **costs(used[True], count, "client"),
+            "notifications/s": heard / seconds[True],
+        }
 
     meter.measure(
-        f"{_CLIENTS} clients, notifying",
+        f"{_CONNECTIONS} clients, notifying" if alone else f"{_CONNECTIONS} tasks of a client, notifying",
         one_round,
         bars=("steps/s", "yardstick/s"),
         against="nobody asleep",

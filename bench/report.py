@@ -37,23 +37,23 @@ def console() -> Console:
 
 
 def table(suite: str, cases: Sequence[Case], before: Sequence[Case] = ()) -> Table:
-    """One row a case: medians, with the change since `before` and whether the goal is met; how much the rounds differ
-    in the first figure.
+    """Medians of each case, with the change since `before` and whether the goal is met; and how much the rounds differ
+    in the first figure. A row is a case, or of three and less a column.
     """
     found = Table(title=suite, title_justify="left", title_style="bold")
-    found.add_column("case", min_width=28)
-    names = list(dict.fromkeys(name for case in cases for name in case["figures"]))
-    for name in [*names, "spread"]:
-        found.add_column(name, justify="right")
     earlier = {case["case"]: case["figures"] for case in before}
+    names = list(dict.fromkeys(name for case in cases for name in case["figures"]))
+    grid = [["", *names, "spread"]]
     for case in cases:
-        old = earlier.get(case["case"], {})
-        cells = [
-            _number(case["figures"].get(name)) + _change(case["figures"].get(name), old.get(name)) + _goal(case, name)
-            for name in names
-        ]
+        new, old = case["figures"], earlier.get(case["case"], {})
+        cells = [_number(new.get(name)) + _change(new.get(name), old.get(name)) + _goal(case, name) for name in names]
         against = f"\n  against {case['against']}" if case["against"] else ""
-        found.add_row(case["case"] + against, *cells, _spread(case))
+        grid.append([case["case"] + against, *cells, _spread(case)])
+    head, *rows = list(zip(*grid, strict=True)) if len(cases) <= 3 else grid
+    for number, text in enumerate(head):
+        found.add_column(text, justify="right" if number else "left")
+    for row in rows:
+        found.add_row(*row)
     return found
 
 

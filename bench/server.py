@@ -48,9 +48,16 @@ class Counters:
     cpu_server_s: float | None
     wal_bytes: int
 
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(
+            _plus(self.cpu_work_s, other.cpu_work_s),
+            _plus(self.cpu_server_s, other.cpu_server_s),
+            self.wal_bytes + other.wal_bytes,
+        )
+
     @property
     def cpu_s(self) -> float | None:
-        return None if self.cpu_work_s is None or self.cpu_server_s is None else self.cpu_work_s + self.cpu_server_s
+        return _plus(self.cpu_work_s, self.cpu_server_s)
 
 
 class Server:
@@ -244,6 +251,10 @@ def _cpu_s(roots: list[int]) -> float | None:
         ticks += table.get(pid, (0, 0, ""))[1]
         todo += [child for child, (parent, _, _) in table.items() if parent == pid]
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _plus(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one + other
 
 
 def _less(after: float | None, before: float | None) -> float | None:

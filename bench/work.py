@@ -41,7 +41,7 @@ _TICK_S = 0.010
 _fork = multiprocessing.get_context("fork")
 
 
-def _times(count: int) -> memoryview:
+def _times(count: int) -> memoryview[float]:
     return memoryview(mmap.mmap(-1, 8 * max(count, 1))).cast("d")
 
 
@@ -238,6 +238,8 @@ def listener(dsn: str, *, asleep: bool) -> Generator[None]:
     """
     with _crew(1, _listen, dsn, asleep):
         yield
+    with psycopg.connect(dsn) as conn:
+        conn.execute("DELETE FROM cyclone_sleepers")  # what it asked for would outlive it by seconds
 
 
 @contextlib.contextmanager
