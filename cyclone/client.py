@@ -437,10 +437,8 @@ class Client(_ClientBase):
             stored = await self._run(store.enqueue(self._statements, batch, quiet=self._quiet))
             if self._hook is not None:
                 self._tell_enqueued(self._hook, batch, stored)
-        return [
-            StepHandle(self._run, self._statements, step, RunID(run_id), self._hook, new)
-            for run_id, new in stored.pairs()
-        ]
+        statements, hook, run = self._statements, self._hook, self._run
+        return [StepHandle(statements, step, RunID(run_id), hook, new, run) for run_id, new in stored.pairs()]
 
     async def __cyclone_submit__(
         self, workflow: graph.AnyWorkflow, inputs: Iterable[Any], options: graph.SubmitOptions, tx: Any = None, /
@@ -707,10 +705,8 @@ class SyncClient(_ClientBase):
             stored = self._run(store.enqueue(self._statements, batch, quiet=self._quiet))
             if self._hook is not None:
                 self._tell_enqueued(self._hook, batch, stored)
-        return [
-            SyncStepHandle(self._run, self._statements, step, RunID(run_id), self._hook, new)
-            for run_id, new in stored.pairs()
-        ]
+        statements, hook, run = self._statements, self._hook, self._run
+        return [SyncStepHandle(statements, step, RunID(run_id), hook, new, run) for run_id, new in stored.pairs()]
 
     def __cyclone_submit__(
         self, workflow: graph.AnyWorkflow, inputs: Iterable[Any], options: graph.SubmitOptions, tx: Any = None, /

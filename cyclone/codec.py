@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -73,6 +73,21 @@ class Codec(Generic[T]):
             raise EncodeError("NaN and infinities are not JSON")
         return data
 
+    def encode_many(self, values: Sequence[T]) -> list[bytes] | None:
+        """Values as JSON that can be read back, all at once; None when one of them cannot, or has to be asked alone."""
+        if self._adapter is not None or self._none:
+            return None
+        try:
+            lines = _encoder.encode_lines(values)  # which it ends with a line break, and there is no other
+            self._decoder.decode_lines(lines)
+        except Exception:  # which value, and how to say it, shows when it is asked alone
+            return None
+        if b"\\u0000" in lines and _NUL.search(lines):
+            return None
+        if self._floats and b"null" in lines and _unbounded(self._builtins(values)):
+            return None
+        return lines.split(b"\n")[:-1]
+
     def decode(self, data: bytes | str) -> T:
         """The value that JSON text stands for, or DecodeError."""
         try:
@@ -95,7 +110,7 @@ class Codec(Generic[T]):
             return typing.cast("bytes", self._adapter.dump_json(value, by_alias=True, warnings="none"))
         return _encoder.encode(value)
 
-    def _builtins(self, value: T) -> object:
+    def _builtins(self, value: T | Sequence[T]) -> object:
         if self._adapter is not None:
             return self._adapter.dump_python(value, warnings="none")
         return msgspec.to_builtins(value, enc_hook=encode_custom)

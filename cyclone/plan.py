@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import psycopg
+from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
 T = TypeVar("T")
@@ -72,7 +73,8 @@ async def drive(conn: psycopg.AsyncConnection[Any], plan: Plan[T]) -> T:
                         if conn.autocommit:
                             await cursor.execute("BEGIN", prepare=False)
                     case Mark.COMMIT:
-                        await conn.commit()
+                        if conn.pgconn.transaction_status != TransactionStatus.IDLE:
+                            await conn.commit()
             except psycopg.Error as exc:
                 what = plan.throw(exc)
             else:
@@ -101,7 +103,8 @@ def drive_sync(conn: psycopg.Connection[Any], plan: Plan[T]) -> T:
                         if conn.autocommit:
                             cursor.execute("BEGIN", prepare=False)
                     case Mark.COMMIT:
-                        conn.commit()
+                        if conn.pgconn.transaction_status != TransactionStatus.IDLE:
+                            conn.commit()
             except psycopg.Error as exc:
                 what = plan.throw(exc)
             else:

@@ -1,15 +1,16 @@
 """Store: what is submitted, steps and runs, is checked and encoded, then stored with its tickets.
 
 Everything that can be wrong with a call is found by `prepare`, before a connection is taken. What the database then
-does is one statement, or a COPY in a transaction above a size. Measured on two cores with inputs of 100 bytes, tickets
-included: 500 at once, 26k steps/s by the statement and 34k by COPY; 20,000 at once, 27k and 52k. Below a thousand the
-statement's single round trip is worth more than that, as the server is mostly not on the same machine.
+does is one statement, or COPY in a transaction above a size. Measured on two cores with inputs of 100 bytes, tickets
+included, 100,000 by COPY take 1.1 to 1.2 times as long as a bare COPY of the same rows. Up to a few thousand, the
+statement's single round trip is worth more than what COPY saves, as the server is mostly not on the same machine.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, cast
@@ -119,21 +120,29 @@ def _copies(method: object, count: int, in_tx: bool, keyed: bool) -> bool:
 
 
 def _encoded(what: str, way: codec.Codec[Any], inputs: Iterable[Any], max_bytes: int) -> list[bytes]:
-    encode, decode = way.encode, way.decode
     found: list[bytes] = []
-    for value in inputs:
-        try:
-            data = encode(value)
-            # Encoders do not check: a value of another type, or a field of one, shows only when it is read back.
-            decode(data)
-        except (codec.EncodeError, codec.DecodeError) as exc:
-            raise InvalidInputError(f"input {len(found)} of {what} cannot be taken: {exc}") from exc
-        if len(data) > max_bytes:
-            raise InvalidInputError(
-                f"input {len(found)} of {what} takes {len(data)} bytes; max_input_bytes is {max_bytes}"
-            )
-        found.append(data)
+    rest = iter(inputs)
+    while some := list(itertools.islice(rest, _BLOCK)):
+        # A tenth of the time that they take alone, but it does not say which of them is wrong, and what is.
+        block = way.encode_many(some)
+        if block is None or len(max(block, key=len)) > max_bytes:
+            for value in some:
+                found.append(_encoded_one(f"input {len(found)} of {what}", way, value, max_bytes))
+        else:
+            found += block
     return found
+
+
+def _encoded_one(what: str, way: codec.Codec[Any], value: Any, max_bytes: int) -> bytes:
+    try:
+        data = way.encode(value)
+        # Encoders do not check: a value of another type, or a field of one, shows only when it is read back.
+        way.decode(data)
+    except (codec.EncodeError, codec.DecodeError) as exc:
+        raise InvalidInputError(f"{what} cannot be taken: {exc}") from exc
+    if len(data) > max_bytes:
+        raise InvalidInputError(f"{what} takes {len(data)} bytes; max_input_bytes is {max_bytes}")
+    return data
 
 
 def enqueue(
@@ -155,22 +164,15 @@ def store(statements: db.Statements, batch: Batch, *, notify: bool, now: datetim
     """Stores a batch by one statement, in whatever transaction is open; with `notify` it notifies too. Raises
     DuplicateError when a unique key is taken, and then nothing is stored; the transaction can go on.
     """
-    params = {
-        **_columns(batch),
-        "kind": batch.kind,
-        "queue": batch.settings.queue,
-        "priority": batch.settings.priority,
-        "rank": _rank(batch),
-        "version": batch.settings.version,
-        "max_attempts": batch.settings.max_attempts,
-        "inputs": [data.decode() for data in batch.inputs],
-        "channel": statements.channel,
-        "notify": notify,
-        "now": now,
-    }
+    params = _params(batch, now)
+    params |= {"inputs": _lines(batch.inputs), "channel": statements.channel, "notify": notify}
     if batch.keys is None:
-        (row,) = yield Run(statements["enqueue_steps"], params)
-        return Stored(row[0].split(","), bool(row[1]) and not notify)
+        ((told,),) = yield Run(statements["enqueue_steps"], params)
+        ids = told.split(",")
+        asleep = not ids[-1]
+        if asleep:
+            ids.pop()
+        return Stored(ids, asleep)
     rows = yield Run(statements["enqueue_unique"], {**params, "keys": list(batch.keys), "strict": batch.strict})
     created = [bool(row[1]) for row in rows]
     if batch.strict:
@@ -184,39 +186,37 @@ def store(statements: db.Statements, batch: Batch, *, notify: bool, now: datetim
 
 def _store_by_copy(statements: db.Statements, batch: Batch, now: datetime | None) -> Plan[Stored]:
     """Stores the same rows by COPY. Needs a transaction, as it takes several statements."""
-    ((drawn, at, due, *constants),) = yield Run(
-        statements["draw_ids"], {**_columns(batch), "count": len(batch.inputs), "now": now}
+    ((drawn, ready, step, ticket),) = yield Run(
+        statements["draw_ids"], {**_params(batch, now), "count": len(batch.inputs)}
     )
     ids = drawn.split(",")
+    yield Copy(statements["copy_steps"], _steps(ids, batch.inputs, bool(ready), _fields(step)))
+    if ready:
+        yield Copy(statements["copy_tickets"], _tickets(ids, _fields(ticket)))
+    return Stored(ids, bool(ready))  # whether somebody sleeps, is not asked beforehand
+
+
+def _params(batch: Batch, now: datetime | None) -> dict[str, Any]:
     settings = batch.settings
-    times = (at, at, None, "available") if due is None else (at, None, due, "scheduled")
-    names = (batch.kind, batch.kind, settings.queue, settings.priority, settings.version, settings.max_attempts)
-    same = b"\t".join(map(_field, (*times, *names, *constants)))
-    yield Copy(statements["copy_steps"], _blocks(ids, batch.inputs, due is None, same))
-    asleep = False
-    if due is None:
-        ((found,),) = yield Run(
-            statements["insert_tickets"],
-            {"ids": list(map(int, ids)), "queue": settings.queue, "rank": _rank(batch), "now": now},
-        )
-        asleep = bool(found)
-    return Stored(ids, asleep)
-
-
-def _columns(batch: Batch) -> dict[str, Any]:
     return {
+        "kind": batch.kind,
+        "queue": settings.queue,
+        "priority": settings.priority,
+        "rank": settings.priority * 2 + 1,  # two for each priority; the lower one is for work that a worker gave back
+        "version": settings.version,
+        "max_attempts": settings.max_attempts,
+        "timeout_s": settings.timeout_s,
+        "tags": settings.tags,
+        "metadata": settings.metadata,
+        "keep_for_s": batch.keep_for_s,
         "scheduled_at": batch.scheduled_at,
         "delay_s": batch.delay_s,
-        "timeout_s": batch.settings.timeout_s,
-        "tags": batch.settings.tags,
-        "metadata": batch.settings.metadata,
-        "keep_for_s": batch.keep_for_s,
+        "now": now,
     }
 
 
-def _rank(batch: Batch) -> int:
-    # Two ranks per priority; the lower one is for work that a worker gave back.
-    return batch.settings.priority * 2 + 1
+def _lines(inputs: Sequence[bytes]) -> str:
+    return b"\n".join(inputs).decode()
 
 
 # Runs of workflows
@@ -298,7 +298,7 @@ def store_runs(
         statements["submit_runs"],
         {
             **runs.params,
-            "inputs": [data.decode() for data in runs.inputs],
+            "inputs": _lines(runs.inputs),
             "channel": statements.channel,
             "notify": notify,
             "now": now,
@@ -340,26 +340,33 @@ def find_run(statements: db.Statements, workflow: str, key: str) -> Plan[str | N
     return rows[0][0] if rows else None
 
 
-# The text format of COPY, built by hand: psycopg's own formatting costs more than all the rest of a row.
+# The binary format of COPY, built by hand: psycopg's own formatting costs more than all the rest of a row, and in text
+# the server reads the same times and numbers anew in every row (measured: 9.3 us of its CPU a step, against 6.2).
+
+_BEGIN, _END = b"PGCOPY\n\xff\r\n\0" + bytes(8), b"\xff\xff"
+_NULL = b"\xff\xff\xff\xff"
+_bigint = struct.Struct("!iq").pack
 
 
-def _field(value: object) -> bytes:
-    if value is None:
-        return b"\\N"
-    return _escaped(str(value).encode())
+def _fields(values: Iterable[bytes | None]) -> bytes:
+    return b"".join(_NULL if data is None else len(data).to_bytes(4) + data for data in values)
 
 
-def _escaped(data: bytes) -> bytes:
-    # The backslash first: the others add some.
-    data = data.replace(b"\\", b"\\\\")
-    return data.replace(b"\t", b"\\t").replace(b"\n", b"\\n").replace(b"\r", b"\\r")
-
-
-def _blocks(ids: Sequence[str], inputs: Sequence[bytes], ready: bool, same: bytes) -> Iterator[bytes]:
-    end = b"\t" + same + b"\n"
+def _steps(ids: Sequence[str], inputs: Sequence[bytes], ready: bool, same: bytes) -> Iterator[bytes]:
+    yield _BEGIN
     for start in range(0, len(ids), _BLOCK):
         rows: list[bytes] = []
-        for text, data in zip(ids[start : start + _BLOCK], inputs[start : start + _BLOCK], strict=True):
-            key = text.encode()
-            rows += (key, b"\t", key, b"\t", key if ready else b"\\N", b"\t", _escaped(data), end)
+        for run_id, data in zip(ids[start : start + _BLOCK], inputs[start : start + _BLOCK], strict=True):
+            key = _bigint(8, int(run_id))
+            # id, run_id, ord, and input as jsonb of version 1
+            rows += (b"\0\x12", key, key, key if ready else _NULL, (len(data) + 1).to_bytes(4), b"\x01", data, same)
         yield b"".join(rows)
+    yield _END
+
+
+def _tickets(ids: Sequence[str], same: bytes) -> Iterator[bytes]:
+    yield _BEGIN
+    for start in range(0, len(ids), _BLOCK):
+        keys = [_bigint(8, int(run_id)) for run_id in ids[start : start + _BLOCK]]
+        yield b"".join([b"\0\x04" + key + key + same for key in keys])  # ord and step
+    yield _END

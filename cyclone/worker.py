@@ -246,12 +246,12 @@ class Worker:
         async def enqueue(conn: Any, step: Any, inputs: Any, given: Any) -> list[Any]:
             batch = store.prepare(step, inputs, given, max_input_bytes=_MAX_INPUT_BYTES, in_tx=True)
             found = (await drive(conn, store.store(sql, batch, notify=True))).pairs() if batch.inputs else ()
-            return [handles.StepHandle(records.run, sql, step, RunID(run), None, new) for run, new in found]
+            return [handles.StepHandle(sql, step, RunID(run), None, new, records.run) for run, new in found]
 
         def enqueue_sync(conn: Any, step: Any, inputs: Any, given: Any) -> list[Any]:
             batch = store.prepare(step, inputs, given, max_input_bytes=_MAX_INPUT_BYTES, in_tx=True)
             found = drive_sync(conn, store.store(sql, batch, notify=True)).pairs() if batch.inputs else ()
-            return [handles.SyncStepHandle(sync_records.run, sql, step, RunID(run), None, new) for run, new in found]
+            return [handles.SyncStepHandle(sql, step, RunID(run), None, new, sync_records.run) for run, new in found]
 
         async def store_runs(batch: store.Runs, conn: Any) -> list[store.Submitted]:
             return (await drive(conn, store.store_runs(sql, batch, notify=True)))[0]

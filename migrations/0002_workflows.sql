@@ -691,11 +691,10 @@ BEGIN
     k.max_attempts := coalesce(max_attempts, k.max_attempts);
     rank := k.priority * 2 + 1;
     IF unique_key IS NULL THEN
-        SELECT s.ids AS step INTO one FROM {schema}.cyclone_store(
+        RETURN {schema}.cyclone_store(
             step, k.queue, k.priority, rank, k.version, k.max_attempts, k.timeout_s,
             ARRAY[coalesce(input, 'null')::text], tags, metadata, extract(epoch FROM keep_for)::float8, scheduled_at,
-            extract(epoch FROM delay)::float8, {schema}.cyclone_channel(), true, NULL) s;
-        RETURN one.step::bigint;
+            extract(epoch FROM delay)::float8, {schema}.cyclone_channel(), true, NULL)::bigint;
     END IF;
     PERFORM {schema}.cyclone_check_key(unique_key);
     SELECT s.step, s.created INTO one FROM {schema}.cyclone_store_unique(

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import psycopg
 import pytest
+from psycopg import conninfo
 from psycopg.rows import dict_row
 
 import cyclone
@@ -206,6 +207,18 @@ def test_the_rows_are_the_same_either_way(client: SyncClient, conn: psycopg.Conn
     assert rows[0][0]["kind"] == rows[0][0]["node"] == EVIL
 
 
+@pytest.mark.parametrize("method", ["insert", "copy"])
+def test_a_client_may_speak_another_encoding(dsn: str, conn: psycopg.Connection, method: Any) -> None:
+    with SyncClient(conninfo.make_conninfo(dsn, client_encoding="latin1")) as client:
+        send_mail.enqueue_many(client, [Mail("é"), Mail("ß\n")], method=method, queue="é", tags=["é"])
+        assert client._pool is not None
+        with client._pool.connection() as own:
+            assert own.execute("SHOW client_encoding").fetchone() == ("LATIN1",)
+    rows = conn.execute("SELECT input ->> 'to', queue, tags FROM cyclone_steps ORDER BY id").fetchall()
+    assert rows == [("é", "é", ["é"]), ("ß\n", "é", ["é"])]
+    assert conn.execute("SELECT DISTINCT lane FROM cyclone_ready").fetchall() == [("é",)]
+
+
 def test_nothing_to_enqueue(client: SyncClient) -> None:
     assert send_mail.enqueue_many(client, []) == []
     assert send_mail.enqueue_many(client, iter(())) == []
@@ -269,6 +282,15 @@ async def test_bad_inputs_are_refused_with_the_database_stopped(number: int) -> 
         await step.enqueue_tx(client, tx, value)
     with pytest.raises(InvalidInputError, match=text):
         step.enqueue_many(sync_client, [value])
+
+
+@pytest.mark.parametrize("bad", [Mail("a\0b"), Mail(3), Mail("x" * 2000)])  # type: ignore[arg-type]
+def test_the_bad_one_of_many_is_named(bad: Mail) -> None:
+    client = SyncClient(NOWHERE, max_input_bytes=1000)
+    inputs = [Mail(str(n)) for n in range(1200)]
+    inputs[777] = bad
+    with pytest.raises(InvalidInputError, match=r"^input 777 of step 'send_mail' "):
+        send_mail.enqueue_many(client, iter(inputs))
 
 
 def bad_options() -> list[dict[str, Any]]:

@@ -67,6 +67,7 @@ class Holder(msgspec.Struct):
 def test_there_and_back(type_: Any, value: Any) -> None:
     codec = Codec[Any](type_)
     assert codec.decode(codec.encode(value)) == value
+    assert codec.encode_many([value, value]) in ([codec.encode(value)] * 2, None)
 
 
 @pytest.mark.parametrize("text", ["\0", "a\0b", "\\\0", '"\0', "\0\\u0000"])
@@ -75,12 +76,14 @@ def test_nul_is_refused(text: str) -> None:
     for codec, value in ((Codec[Any](str), text), (Codec[Any](Any), {"k": [text]}), (Codec[Any](Any), {text: 1})):
         with pytest.raises(EncodeError, match="NUL"):
             codec.encode(value)
+        assert codec.encode_many([value]) is None
 
 
 @pytest.mark.parametrize("text", ["\\u0000", "\\\\u0000", "u0000", "\\\\\\u0000x"])
 def test_text_that_only_looks_like_nul_is_not(text: str) -> None:
     codec = Codec[str](str)
     assert codec.decode(codec.encode(text)) == text
+    assert codec.encode_many([text, "\n"]) == [codec.encode(text), rb'"\n"']
 
 
 def deep() -> object:
@@ -104,6 +107,7 @@ def loop() -> object:
 def test_what_json_cannot_hold(value: object) -> None:
     with pytest.raises(EncodeError):
         Codec[Any](Any).encode(value)
+    assert Codec[Any](Any).encode_many([1, value]) is None
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
@@ -119,6 +123,9 @@ def test_nan_and_infinities_never_become_null(number: float) -> None:
     for type_, value in cases:
         with pytest.raises(EncodeError, match="NaN"):
             Codec[Any](type_).encode(value)
+        assert Codec[Any](type_).encode_many([value]) is None
+    assert Codec[Any](Price).encode_many([Price(None), Price(1.5)]) == [b'{"value":null}', b'{"value":1.5}']
+    assert Codec[Any](Price).encode_many([Price(1.5), Item("a")]) is None
     assert Codec[Any](Price).encode(Price(None)) == b'{"value":null}'
 
 
