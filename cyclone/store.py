@@ -155,7 +155,8 @@ def enqueue(
     else:
         stored = yield from store(statements, batch, notify=False, now=now)
     yield Mark.COMMIT
-    if stored.asleep and (quiet is None or quiet.broken()):
+    # A COPY has not asked whether anybody sleeps: it takes long enough to do so each time, and must not make it quiet.
+    if stored.asleep and (batch.copy or quiet is None or quiet.broken()):
         yield from wake.sleepers(statements, now=now)
     return stored
 
