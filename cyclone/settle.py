@@ -233,6 +233,8 @@ class Settler:
                     raise
 
     async def _transact(self, outcomes: list[Outcome], closed: list[int], *, step_over: bool, all_runs: bool) -> Left:
+        if not closed and all(outcome.verb == Verb.SETTLED for outcome in outcomes):
+            return {}  # they are committed: a statement for nothing took as long as a third of their transactions
         conn = self._conn
         if conn is None:
             conn = self._conn = await self._connect()
