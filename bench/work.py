@@ -347,7 +347,7 @@ def _claim_and_settle(dsn: str, output: str | None) -> None:
     while rows := _run(conn, sql["claim_steps"], claim | {"claim": (number := random.getrandbits(62))}):
         if not rows[0][0]:
             break
-        ids = [row[3] for row in rows[1:]]
+        ids = [row[4] for row in rows[1:]]
         refused = _run(
             conn,
             sql["complete_steps"],

@@ -104,8 +104,10 @@ class Claimer:
                 "now": now,
             },
         )
-        (taken, drawn, last, *_), *rows = await cur.fetchall()
-        steps = [Claimed(claim, *row[3:]) for row in rows]
+        (taken, drawn, last, order, *_), *rows = await cur.fetchall()
+        steps = [Claimed(claim, *row[4:]) for row in rows]
+        places = dict(zip(order, range(taken), strict=True))
+        steps.sort(key=lambda step: places[step.id])
         end = time.perf_counter()
         if whole:
             self._whole_at = end + _PAUSE * (end - start)

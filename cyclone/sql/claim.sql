@@ -5,14 +5,18 @@
 -- hence a nested loop over places with a limited sub-select, not `lane = ANY(...) ORDER BY ... LIMIT`, which sorts everything.
 -- Ticket and step are locked together and skipped when locked, so a claim never waits for anybody. Tickets are deleted by
 -- ctid (they are never updated, so it cannot move under the lock); steps are updated by id, because a step that changed
--- after the snapshot has its newest version at a ctid that the snapshot cannot see. The guard `state and ord` is what makes
--- a stale ticket harmless. Steps of a kind this life does not know move to a lane of their own, with the same ord, so that
--- the ticket they name stays theirs. A life that has ended gets nothing.
+-- after the snapshot has its newest version at a ctid that the snapshot cannot see. `valid`, judged under the lock, is what
+-- makes a stale ticket harmless. Steps of a kind this life does not know move to a lane of their own, with the same ord, so
+-- that the ticket they name stays theirs. A life that has ended gets nothing.
+--
+-- The plan is kept, and may be made while the tables are empty: a join of steps with tickets would then read all steps for
+-- ever. Hence OFFSET 0, behind which each step is looked up by its ticket, and the update by an array of ids, whose index
+-- entries are also read in one go.
 --
 -- While any transaction holds an old snapshot, the index entries of tickets taken since can neither be removed nor be marked
 -- as dead, and a probe from the beginning of a place steps over all of them: 150 ms for a million. So the worker says where to
 -- begin: `floors` by place, `floor` for all others (see claim.py). The first row is about the look itself: how many tickets
--- were taken, the newest number that was drawn before it, and the last `ord` taken from each place.
+-- were taken, the newest number that was drawn before it, the last `ord` taken from each place, and the order of the steps.
 WITH me AS MATERIALIZED (
     -- The number is read here, before any ticket is: one that this look cannot see may be below it only by what is drawn
     -- within a transaction that is about to commit.
@@ -31,12 +35,15 @@ WITH me AS MATERIALIZED (
     SELECT l.lane, r.rank, coalesce((%(floors)s::jsonb ->> (l.lane || ' ' || r.rank))::bigint, %(floor)s::bigint) AS floor
     FROM lanes l, unnest(%(ranks)s::smallint[]) WITH ORDINALITY AS r(rank, n) ORDER BY l.n, r.n
 ), taken AS MATERIALIZED (
-    SELECT t.*, row_number() OVER () AS n
+    SELECT t.*
     FROM places p CROSS JOIN LATERAL (
         SELECT r.ctid AS ticket, r.lane, r.rank, r.ord, r.step, s.kind, s.version,
                s.state = 'available' AND s.ord = r.ord AS valid,
                (SELECT kinds FROM known) ? (s.kind || chr(31) || s.version) AS known
-        FROM {schema}.cyclone_ready r JOIN {schema}.cyclone_steps s ON s.id = r.step
+        FROM {schema}.cyclone_ready r
+        CROSS JOIN LATERAL (
+            SELECT state, ord, kind, version FROM {schema}.cyclone_steps WHERE id = r.step OFFSET 0
+        ) s
         WHERE r.lane = p.lane AND r.rank = p.rank AND r.ord > p.floor
         ORDER BY r.ord LIMIT %(room)s
         FOR UPDATE OF r, s SKIP LOCKED
@@ -48,9 +55,8 @@ WITH me AS MATERIALIZED (
     UPDATE {schema}.cyclone_steps s
     SET state = 'running', claim = %(claim)s, started_at = coalesce(%(now)s, now()),
         attempts = s.attempts + CASE WHEN s.resume THEN 0 ELSE 1 END
-    FROM taken t
-    WHERE t.known AND s.id = t.step AND s.state = 'available' AND s.ord = t.ord
-    RETURNING t.n, s.id, s.run_id, s.node, s.kind, s.version, s.queue, s.input::text AS input, s.attempts, s.max_attempts,
+    WHERE s.id = ANY (ARRAY(SELECT step FROM taken WHERE valid AND known))
+    RETURNING s.id, s.run_id, s.node, s.kind, s.version, s.queue, s.input::text AS input, s.attempts, s.max_attempts,
               s.reclaims, s.snoozes, s.timeout_s, s.resume, s.tags, s.metadata, s.enqueued_at, s.graph, s.pos, s.sink,
               s.deadline_at, extract(epoch FROM s.started_at - s.ready_at)::float8 AS waited_s
 ), written AS (
@@ -67,12 +73,13 @@ WITH me AS MATERIALIZED (
     WHERE NOT EXISTS (SELECT FROM {schema}.cyclone_lanes l WHERE l.lane = s.stranger_lane) ORDER BY 1
     ON CONFLICT (lane) DO NOTHING
 )
-SELECT look.taken, look.drawn, look.floors, c.id, c.run_id, c.node, c.kind, c.version, c.queue, c.input, c.attempts,
+SELECT look.taken, look.drawn, look.floors, look.steps, c.id, c.run_id, c.node, c.kind, c.version, c.queue, c.input, c.attempts,
        c.max_attempts, c.reclaims, c.snoozes, c.timeout_s, c.resume, c.tags, c.metadata, c.enqueued_at, c.graph, c.pos, c.sink,
        c.deadline_at, c.waited_s
 FROM (
-    SELECT coalesce(sum(t.taken), 0)::bigint AS taken, (SELECT drawn FROM me) AS drawn,
-           jsonb_object_agg(t.lane || ' ' || t.rank, t.ord) FILTER (WHERE t.lane IS NOT NULL) AS floors
-    FROM (SELECT lane, rank, count(*) AS taken, max(ord) AS ord FROM taken GROUP BY lane, rank) t
+    SELECT (SELECT count(*) FROM taken) AS taken, (SELECT drawn FROM me) AS drawn,
+           (SELECT jsonb_object_agg(t.lane || ' ' || t.rank, t.ord)
+            FROM (SELECT lane, rank, max(ord) AS ord FROM taken GROUP BY lane, rank) t) AS floors,
+           ARRAY(SELECT step FROM taken) AS steps
 ) look FULL JOIN claimed c ON false
-ORDER BY c.n NULLS FIRST;
+ORDER BY look.taken;
