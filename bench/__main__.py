@@ -21,6 +21,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Measure Cyclone; see bench/README.md.")
     # `make bench SUITE=drain` hands the name on in the environment.
     parser.add_argument("suites", nargs="*", metavar="SUITE", default=os.environ.get("SUITE", "").split())
+    parser.add_argument("-k", default="", metavar="NAME", help="only cases whose function has this in its name")
     parser.add_argument("--quick", action="store_true", help="one small round each: whether it works, not how fast")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each case; medians are shown (default 3)")
     parser.add_argument("--skip", action="append", default=[], metavar="SUITE", help="a suite to leave out")
@@ -44,7 +45,7 @@ def main() -> int:
         # Those of the project are for tests.
         "-o", "timeout=0", "-o", "filterwarnings=default", "-p", "no:cacheprovider",
         "-q", "-s", "--no-header", "--benchmark-quiet", f"--benchmark-json={file}", f"--rounds={args.rounds}",
-        f"--held={args.held}", f"--minutes={args.minutes}",
+        "-k", args.k, f"--held={args.held}", f"--minutes={args.minutes}",
     ]  # fmt: skip
     with contextlib.redirect_stdout(sys.stderr):
         code = int(pytest.main(options + ["--quick"] * args.quick))

@@ -8,7 +8,7 @@ from typing import Any
 import cyclone
 from bench import drains, work
 from bench.conftest import Figures, Meter, Round
-from bench.server import Server, percentile
+from bench.server import Server, costs, percentile
 
 _EVERY_S = 0.020
 _BARS = tuple(f"p{percent} ms {of}" for of in ("from commit", "from call") for percent in (50, 95, 99))
@@ -64,7 +64,8 @@ def bench_half(meter: Meter, server: Server) -> None:
                 with work.producer(dsn, rate / 2, count):
                     crew.wait(count, lambda done: meter.show(0.5 + done / count / 2))
 
-            took = yield enqueue
+            with server.counting(crew.pids) as used:
+                took = yield enqueue
             after_commit, after_call = work.picked_up(0, count)
             lines["from commit"] = _curve(after_commit)
             lines["from call"] = _curve(after_call)
@@ -72,6 +73,7 @@ def bench_half(meter: Meter, server: Server) -> None:
                 **_figures(after_commit, after_call),
                 "steps/s": count / took,
                 "drain/s": rate,
+                **costs(used, count, "workers"),
             }
 
     case = "half of what a pool can do"
