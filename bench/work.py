@@ -27,7 +27,8 @@ import psycopg
 import uvloop
 
 import cyclone
-from cyclone import db, wake
+from cyclone import claim as cyclone_claim
+from cyclone import db, settle, wake
 from cyclone.config import WorkerArguments
 
 BATCH = 500
@@ -330,10 +331,12 @@ def _claim_and_settle(dsn: str, output: str | None) -> None:
     _take_slot()
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     sql = db.statements("public")
-    conn = db.connect_sync(dsn, application_name="cyclone bench")
+    claims, settles = (db.connect_sync(dsn, application_name="cyclone bench") for _ in range(2))
+    claims.execute(cyclone_claim.SESSION)
+    settles.execute(settle.SESSION)
     life = random.getrandbits(62)
     kinds = sorted(handlers.steps)
-    conn.execute(
+    claims.execute(
         sql["begin_life"],
         {
             "life": life, "host": "bench", "pid": os.getpid(), "queues": ["default"],
@@ -344,16 +347,16 @@ def _claim_and_settle(dsn: str, output: str | None) -> None:
     claim |= {"floors": "{}", "floor": "0"}
     _waiting.release()
     _gate.wait()
-    while rows := _run(conn, sql["claim_steps"], claim | {"claim": (number := random.getrandbits(62))}):
+    while rows := _run(claims, sql["claim_steps"], claim | {"claim": (number := random.getrandbits(62))}):
         if not rows[0][0]:
             break
         ids = [row[4] for row in rows[1:]]
         refused = _run(
-            conn,
+            settles,
             sql["complete_steps"],
             {
-                "ids": ids, "claims": [number] * len(ids), "outputs": [output] * len(ids),
-                "closed": [number], "step_over": False, "now": None,
+                "ids": db.Bigints(ids), "claims": db.Bigints([number] * len(ids)),
+                "outputs": db.Texts([output] * len(ids)), "closed": [number], "step_over": False, "now": None,
             },
         )  # fmt: skip
         if refused:

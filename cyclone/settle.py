@@ -55,7 +55,10 @@ _EVENTS = {
 }
 _BUSY_S = 0.005
 _BUSY_MOST_S = 2.0
-_LOCK_TIMEOUT = b"SELECT set_config('lock_timeout', '100ms', false)"
+SESSION = b"""\
+SELECT set_config('lock_timeout', '100ms', false), set_config('enable_nestloop', 'off', false),
+       set_config('enable_mergejoin', 'off', false)"""
+"""Settings of a connection that only settles; see the statements for both."""
 
 Connection = psycopg.AsyncConnection[tuple[Any, ...]]
 Left = dict[int, tuple[str | None, int | None]]
@@ -239,7 +242,7 @@ class Settler:
         if conn is None:
             conn = self._conn = await self._connect()
             if not self._pooler:  # a setting of the session would stay on a connection that others use
-                await conn.execute(_LOCK_TIMEOUT)
+                await conn.execute(SESSION, prepare=False)
         steps: list[Outcome] = []
         nodes: list[Outcome] = []
         failed: list[Outcome] = []

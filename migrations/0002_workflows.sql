@@ -174,7 +174,8 @@ END $cyclone$;
 -- Ends up to `most` live steps of a run that is being ended early; whoever calls has nothing of it locked but the run.
 -- With the last of them the ending is over. Returns how many it ended.
 CREATE FUNCTION {schema}.cyclone_end_steps(run bigint, most integer, at timestamptz) RETURNS integer
-LANGUAGE plpgsql AS $cyclone$
+LANGUAGE plpgsql
+SET enable_nestloop = off SET enable_mergejoin = off AS $cyclone$
 DECLARE
     how text;
     why text;
@@ -200,7 +201,7 @@ BEGIN
             error = CASE how WHEN 'cancel' THEN why WHEN 'deadline' THEN 'the deadline of the run has passed'
                              ELSE 'the run has failed' END,
             resume = s.resume OR s.state = 'running'
-        FROM old WHERE s.id = old.id
+        FROM old WHERE s.id = old.id AND s.id = ANY(live)
         RETURNING s.id, s.run_id, s.node, s.kind, s.queue, s.attempts, s.claim, s.error, old.state AS was, old.life
     ), ordered AS (
         INSERT INTO {schema}.cyclone_orders (life, step, claim, reason, ordered_at)
@@ -240,7 +241,8 @@ END $cyclone$;
 -- without children, one for each. Returns how many steps became available.
 CREATE FUNCTION {schema}.cyclone_advance(
     hits bigint[], classes integer[], sinks bigint[], locked bigint[], at timestamptz
-) RETURNS integer LANGUAGE plpgsql AS $cyclone$
+) RETURNS integer LANGUAGE plpgsql
+SET enable_nestloop = off SET enable_mergejoin = off AS $cyclone$
 DECLARE
     made integer := 0;
     now_made integer;
@@ -275,7 +277,7 @@ BEGIN
                 error_kind = CASE WHEN j.pending = 0 AND j.fate IS NOT NULL THEN 'cancelled' ELSE s.error_kind END,
                 error = CASE WHEN j.pending > 0 OR j.fate IS NULL THEN s.error WHEN j.fate = 'skipped' THEN 'skipped'
                              WHEN j.state = 'waiting' THEN 'an item failed' ELSE 'a node that it depends on failed' END
-            FROM judged j WHERE s.id = j.id AND s.state IN ('pending', 'waiting')
+            FROM judged j WHERE s.id = j.id AND s.id = ANY(hits) AND s.state IN ('pending', 'waiting')
             RETURNING s.id, s.run_id, s.node, s.kind, s.queue, s.isolated, s.priority, s.ord, s.state, s.fate, s.children, s.sink,
                       s.map_step, s.map_next, s.attempts
         ), tickets AS (
@@ -306,7 +308,8 @@ BEGIN
         END IF;
         IF losing <> '{}' THEN
             UPDATE {schema}.cyclone_runs r SET lost = true FROM {schema}.cyclone_steps s
-            WHERE s.id = ANY(losing) AND r.id = s.run_id AND r.result_node = s.node;
+            WHERE s.id = ANY(losing) AND r.id = s.run_id AND r.result_node = s.node
+              AND r.id = ANY (ARRAY(SELECT run_id FROM {schema}.cyclone_steps WHERE id = ANY(losing)));
         END IF;
         FOREACH one IN ARRAY maps LOOP  -- with max_parallel: as many items begin as are missing
             made := made + {schema}.cyclone_let_items(one, at);
@@ -324,7 +327,7 @@ BEGIN
                 early_at = CASE WHEN r.open_sinks <= d.n AND r.lost THEN at END,
                 due_at = CASE WHEN r.open_sinks > d.n THEN r.due_at END
             FROM (SELECT run, count(*)::integer AS n FROM unnest(sinks) AS run GROUP BY run) d
-            WHERE r.id = d.run AND r.state = 'running'
+            WHERE r.id = d.run AND r.id = ANY(sinks) AND r.state = 'running'
             RETURNING r.id, r.state, r.error_node, r.error_kind, r.error
         )
         INSERT INTO {schema}.cyclone_events (at, kind, run_id, node, detail)
@@ -343,11 +346,11 @@ DECLARE
     last bigint;
     n integer;
 BEGIN
-    SELECT s.map_next, g.max_parallel - (
+    SELECT s.map_next, (SELECT g.max_parallel FROM {schema}.cyclone_graph_nodes g WHERE g.graph = s.graph AND g.pos = s.pos) - (
                SELECT count(*) FROM {schema}.cyclone_steps i
                WHERE i.map_step = of_map AND i.id <= s.map_next AND i.state NOT IN ('completed', 'discarded', 'cancelled'))
     INTO after, room
-    FROM {schema}.cyclone_steps s JOIN {schema}.cyclone_graph_nodes g ON g.graph = s.graph AND g.pos = s.pos WHERE s.id = of_map;
+    FROM {schema}.cyclone_steps s WHERE s.id = of_map;
     IF coalesce(room, 0) <= 0 THEN
         RETURN 0;
     END IF;
@@ -356,7 +359,7 @@ BEGIN
         ORDER BY id LIMIT room FOR UPDATE
     ), moved AS (
         UPDATE {schema}.cyclone_steps s SET state = 'available', ord = nextval('{schema}.cyclone_ids'), ready_at = at
-        FROM next WHERE s.id = next.id
+        FROM next WHERE s.id = next.id AND s.id = ANY (ARRAY(SELECT id FROM next))
         RETURNING s.id, s.queue, s.priority, s.ord
     ), tickets AS (
         INSERT INTO {schema}.cyclone_ready (lane, rank, ord, step) SELECT queue, priority * 2 + 1, ord, id FROM moved ORDER BY id
@@ -376,7 +379,8 @@ END $cyclone$;
 -- count down would be held while a worker that has no processor just then gets round to sending the end of it.
 CREATE FUNCTION {schema}.cyclone_complete_nodes(
     ids bigint[], claims bigint[], outputs text[], closed bigint[], runs bigint[], step_over boolean, test_now timestamptz
-) RETURNS TABLE (made integer, id bigint, state text, claim bigint) LANGUAGE plpgsql AS $cyclone$
+) RETURNS TABLE (made integer, id bigint, state text, claim bigint) LANGUAGE plpgsql
+SET enable_nestloop = off SET enable_mergejoin = off AS $cyclone$
 #variable_conflict use_column
 DECLARE
     at timestamptz := coalesce(test_now, clock_timestamp());
@@ -387,8 +391,8 @@ DECLARE
     ready integer;
 BEGIN
     IF closed <> '{}' THEN
-        DELETE FROM {schema}.cyclone_claims c WHERE c.id IN (
-            SELECT o.id FROM {schema}.cyclone_claims o WHERE o.id = ANY(closed) FOR UPDATE SKIP LOCKED);
+        DELETE FROM {schema}.cyclone_claims c WHERE c.id = ANY (ARRAY(
+            SELECT o.id FROM {schema}.cyclone_claims o WHERE o.id = ANY(closed) FOR UPDATE SKIP LOCKED));
     END IF;
     IF step_over THEN
         PERFORM set_config('lock_timeout', '100ms', true);
@@ -402,7 +406,7 @@ BEGIN
         UPDATE {schema}.cyclone_steps s
         SET state = 'completed', output = d.output::jsonb, finished_at = at, error_kind = NULL, error = NULL
         FROM sent d
-        WHERE s.id = d.id AND s.claim = d.claim AND s.state = 'running' AND (NOT step_over OR s.id = ANY(free))
+        WHERE s.id = d.id AND s.id = ANY(free) AND s.claim = d.claim AND s.state = 'running'
         RETURNING s.id, s.run_id, s.children, s.sink, s.map_step
     )
     SELECT ARRAY(SELECT d.id FROM done d), ARRAY(SELECT c FROM done d, unnest(d.children) AS c),
@@ -413,7 +417,8 @@ BEGIN
     IF cardinality(done) < cardinality(ids) THEN
         RETURN QUERY
         SELECT ready, d.id, s.state, s.claim
-        FROM (SELECT unnest(ids) AS id EXCEPT SELECT unnest(done)) d LEFT JOIN {schema}.cyclone_steps s ON s.id = d.id;
+        FROM (SELECT unnest(ids) AS id EXCEPT SELECT unnest(done)) d
+        LEFT JOIN {schema}.cyclone_steps s ON s.id = d.id AND s.id = ANY(ids);
     END IF;
 END $cyclone$;
 
@@ -434,8 +439,8 @@ BEGIN
         SELECT id, run_id FROM {schema}.cyclone_steps WHERE id = ANY(ids) ORDER BY id FOR UPDATE SKIP LOCKED)
     SELECT ARRAY(SELECT id FROM held WHERE run_id = ANY(held_runs) OR NOT run_id = ANY(runs)) INTO own;
     WITH held AS (
-        SELECT id FROM {schema}.cyclone_steps WHERE id IN (
-            SELECT c FROM {schema}.cyclone_steps s, unnest(s.children) AS c WHERE s.id = ANY(own))
+        SELECT id FROM {schema}.cyclone_steps WHERE id = ANY (ARRAY(
+            SELECT c FROM {schema}.cyclone_steps s, unnest(s.children) AS c WHERE s.id = ANY(own)))
         ORDER BY id FOR UPDATE SKIP LOCKED)
     SELECT ARRAY(SELECT id FROM held) INTO kids;
     RETURN ARRAY(SELECT s.id FROM {schema}.cyclone_steps s
@@ -473,7 +478,8 @@ BEGIN
     UPDATE {schema}.cyclone_runs r
     SET error_node = f.node, error_kind = f.error_kind, error = f.error, lost = r.lost OR r.result_node = f.node
     FROM (SELECT DISTINCT ON (run_id) * FROM {schema}.cyclone_steps WHERE id = ANY(failed) AND contained ORDER BY run_id, id) f
-    WHERE r.id = f.run_id AND r.state = 'running';
+    WHERE r.id = f.run_id AND r.id = ANY (ARRAY(SELECT run_id FROM {schema}.cyclone_steps WHERE id = ANY(failed)))
+      AND r.state = 'running';
     SELECT ARRAY(SELECT c FROM {schema}.cyclone_steps s, unnest(s.children) AS c WHERE s.id = ANY(failed) AND s.contained),
            ARRAY(SELECT s.run_id FROM {schema}.cyclone_steps s
                  WHERE s.id = ANY(failed) AND s.contained AND s.sink AND s.map_step IS NULL)
@@ -492,7 +498,8 @@ END $cyclone$;
 CREATE FUNCTION {schema}.cyclone_fail_nodes(
     ids bigint[], claims bigint[], verbs text[], kinds text[], messages text[], tracebacks text[], called boolean[],
     runs bigint[], new_host text, step_over boolean, test_now timestamptz
-) RETURNS TABLE (made integer, id bigint, state text, claim bigint) LANGUAGE plpgsql AS $cyclone$
+) RETURNS TABLE (made integer, id bigint, state text, claim bigint) LANGUAGE plpgsql
+SET enable_nestloop = off SET enable_mergejoin = off AS $cyclone$
 #variable_conflict use_column
 DECLARE
     at timestamptz := coalesce(test_now, clock_timestamp());
@@ -521,7 +528,7 @@ BEGIN
             error_kind = CASE d.verb WHEN 'discard' THEN d.error_kind ELSE 'cancelled' END,
             error = CASE d.verb WHEN 'skip' THEN 'skipped' ELSE d.message END
         FROM sent d
-        WHERE s.id = d.id AND s.claim = d.claim AND s.state = 'running' AND (NOT step_over OR s.id = ANY(free))
+        WHERE s.id = d.id AND s.id = ANY(free) AND s.claim = d.claim AND s.state = 'running'
         RETURNING s.id, s.run_id, s.node, s.kind, s.queue, s.attempts, s.children, s.sink, s.map_step, s.fate,
                   d.verb, d.error_kind, d.message, d.traceback
     ), failures AS (
@@ -549,14 +556,16 @@ BEGIN
     RETURN QUERY SELECT ready, NULL::bigint, NULL::text, NULL::bigint;
     RETURN QUERY
     SELECT ready, d.id, s.state, s.claim
-    FROM (SELECT unnest(ids) AS id EXCEPT SELECT unnest(done)) d LEFT JOIN {schema}.cyclone_steps s ON s.id = d.id;
+    FROM (SELECT unnest(ids) AS id EXCEPT SELECT unnest(done)) d
+    LEFT JOIN {schema}.cyclone_steps s ON s.id = d.id AND s.id = ANY(ids);
 END $cyclone$;
 
 -- A map has its list: one step for each item, the map itself waits for them. Items keep the order of the list by their ids.
 -- Refused, with zero made and the map as it is, when the fence does not hold or the run has ended.
 CREATE FUNCTION {schema}.cyclone_expand_map(
     step bigint, own_claim bigint, run bigint, items jsonb, test_now timestamptz
-) RETURNS TABLE (made integer, id bigint, state text, claim bigint) LANGUAGE plpgsql AS $cyclone$
+) RETURNS TABLE (made integer, id bigint, state text, claim bigint) LANGUAGE plpgsql
+SET enable_nestloop = on AS $cyclone$
 #variable_conflict use_column
 DECLARE
     at timestamptz := coalesce(test_now, clock_timestamp());

@@ -17,7 +17,7 @@ import pytest
 from factories import SQL, until
 from psycopg import sql
 
-from cyclone import claim, db
+from cyclone import claim, db, settle
 from cyclone.registry import step
 
 Conn = psycopg.Connection[Any]
@@ -54,8 +54,12 @@ class Node:
         return f"{self.kind} {self.table or ''} {self.index or ''} rows={self.rows:g} removed={self.removed:g}"
 
 
+SESSIONS = {"claim_steps": claim.SESSION, "complete_steps": settle.SESSION, "return_steps": settle.SESSION}
+"""The settings of the connections that send them."""
+
+
 def explain(conn: Conn, name: str, mode: str, **params: Any) -> list[Node]:
-    """Executes a statement and returns the nodes of its plan."""
+    """Executes a statement and returns the nodes of its plan. It stays prepared, and a generic plan is made once."""
     order: list[str] = []
 
     def number(match: re.Match[str]) -> str:
@@ -68,16 +72,16 @@ def explain(conn: Conn, name: str, mode: str, **params: Any) -> list[Node]:
     text = re.sub(r"%%|%\((\w+)\)[sb]", number, SQL[name].decode())
     # What is not given here decides about nothing that is read.
     values = sql.SQL(", ").join(sql.Literal(params.get(one)) for one in order)
-    if (
-        name == "claim_steps" and mode == "force_generic_plan"
-    ):  # without its session, through a pooler, nothing is prepared
-        conn.execute(claim.SESSION)
+    for setting in ("nestloop", "hashjoin", "mergejoin", "bitmapscan"):
+        conn.execute(f"RESET enable_{setting}".encode())
+    if mode == "force_generic_plan":  # through a pooler nothing is prepared, and no session has settings
+        conn.execute(SESSIONS.get(name, b"SELECT"))
     conn.execute(f"SET LOCAL plan_cache_mode = {mode}".encode())
-    conn.execute(b"PREPARE hot AS " + text.encode(), prepare=False)
-    call = sql.SQL("hot ({})").format(values) if order else sql.SQL("hot")
+    if not conn.execute("SELECT FROM pg_prepared_statements WHERE name = %s", (name,), prepare=False).rowcount:
+        conn.execute(f"PREPARE {name} AS {text}".encode(), prepare=False)
+    call = sql.SQL(name + " ({})").format(values) if order else sql.SQL(name)
     cur = conn.execute(sql.SQL("EXPLAIN (ANALYZE, FORMAT JSON, TIMING OFF) EXECUTE {}").format(call), prepare=False)
     (found,) = cur.fetchone() or (None,)
-    conn.execute("DEALLOCATE hot")
     nodes: list[Node] = []
 
     def walk(plan: Mapping[str, Any], parent: str) -> None:
@@ -264,6 +268,36 @@ async def blocks(own: psycopg.AsyncConnection[Any], claimer: claim.Claimer, life
     return int(found[1] - found[0])
 
 
+@pytest.mark.contract("FM-067")
+def test_a_plan_made_while_the_tables_were_empty_reads_no_more_when_they_are_full(conn: Conn, session: Conn) -> None:
+    """A worker that starts with an empty schema keeps its plans for days."""
+    conn.execute(
+        "VACUUM ANALYZE cyclone_steps, cyclone_ready, cyclone_claims"
+    )  # the server is sure that they are empty
+    life, mode = factories.life(conn), "force_generic_plan"
+    settled = {"outputs": ['{"a": 1}'] * ROOM, "closed": [1], "step_over": False, "now": None}
+    same = {"verbs": "retry", "states": "scheduled", "delays": 5.0, "called": True}
+    same |= {"kinds": "retryable", "messages": "boom", "tracebacks": "trace"}
+    returned: dict[str, Any] = {name: [value] * ROOM for name, value in same.items()} | {"now": None}
+
+    def each(ids: list[int]) -> Iterator[list[Node]]:
+        half = len(ids) // 2
+        claims = [1] * ROOM
+        yield explain(session, "complete_steps", mode, ids=ids[:half], claims=claims[:half], **settled)
+        yield explain(session, "return_steps", mode, ids=ids[half:], claims=claims[half:], **returned)
+        yield explain(session, "reclaim_steps", mode, claims=20, now=None)
+        yield explain(session, "fire_due", mode, batch=1000, now=None)
+        yield explain(session, "look_around", mode, now=None)
+
+    for _ in each(_take(session, life, mode)):
+        pass
+    factories.steps(conn, BACKLOG, input={"text": "x" * 100})
+    ids = _take(session, life, mode)
+    assert len(ids) == ROOM
+    for nodes in each(ids):
+        reads_little(nodes, 2 * ROOM)
+
+
 async def test_draining_five_thousand_steps_stays_on_their_pages(dsn: str, conn: Conn) -> None:
     @step("noop")
     async def handler(ctx: Any, input: Any) -> Any:
@@ -288,5 +322,5 @@ async def test_draining_five_thousand_steps_stays_on_their_pages(dsn: str, conn:
 def _take(session: Conn, life: int, mode: str) -> list[int]:
     params = {"life": life, "claim": 1, "queues": ["default"], "ranks": list(range(20)), "room": ROOM, "now": None}
     params |= {"floors": "{}", "floor": "0"}
-    explain(session, "claim_steps", mode, **params)
+    reads_little(explain(session, "claim_steps", mode, **params), ROOM + 1)
     return [row[0] for row in session.execute("SELECT id FROM cyclone_steps WHERE state = 'running' ORDER BY id")]

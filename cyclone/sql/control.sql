@@ -37,7 +37,7 @@ WITH clock AS MATERIALIZED (
         finished_at = CASE WHEN d.state IN ('completed', 'cancelled', 'discarded') THEN coalesce(s.finished_at, clock.at) END,
         error_kind = CASE WHEN d.state = 'cancelled' THEN s.error_kind END,
         error = CASE WHEN d.state = 'cancelled' THEN s.error END
-    FROM sent d, clock WHERE s.id = d.id
+    FROM sent d, clock WHERE s.id = d.id AND s.id = ANY(%(ids)s::bigint[])
     RETURNING s.id, s.queue, s.isolated, s.priority, s.ord, d.state, s.ready_at = clock.at AS fresh
 ), tickets AS (
     INSERT INTO {schema}.cyclone_ready (lane, rank, ord, step)

@@ -28,13 +28,13 @@ WITH own AS MATERIALIZED (
     WHERE id = ANY(%(claims)s::bigint[]) AND life = %(life)s FOR UPDATE SKIP LOCKED
 ), free AS MATERIALIZED (
     SELECT s.id FROM {schema}.cyclone_steps s
-    WHERE s.id IN (SELECT unnest(steps) FROM own) AND s.state = 'running' AND s.claim IN (SELECT id FROM own)
+    WHERE s.id = ANY (ARRAY(SELECT unnest(steps) FROM own)) AND s.state = 'running' AND s.claim IN (SELECT id FROM own)
     ORDER BY s.id FOR UPDATE SKIP LOCKED
 ), moved AS (
     UPDATE {schema}.cyclone_steps s
     SET state = 'available', ord = nextval('{schema}.cyclone_ids'), ready_at = coalesce(%(now)s, now()),
         attempts = s.attempts - CASE WHEN s.resume THEN 0 ELSE 1 END
-    FROM free f WHERE s.id = f.id AND s.state = 'running' AND s.claim IN (SELECT id FROM own)
+    WHERE s.id = ANY (ARRAY(SELECT id FROM free)) AND s.state = 'running' AND s.claim IN (SELECT id FROM own)
     RETURNING s.id, s.queue, s.isolated, s.priority, s.ord
 ), tickets AS (
     INSERT INTO {schema}.cyclone_ready (lane, rank, ord, step)

@@ -27,7 +27,7 @@ WITH dead AS MATERIALIZED (
     FROM {schema}.cyclone_steps s
     JOIN (SELECT id, reason, host, executing, unnest(steps) AS step FROM dead) d ON d.step = s.id AND d.id = s.claim
     LEFT JOIN {schema}.cyclone_kinds k ON k.kind = s.kind AND k.version = s.version
-    WHERE s.state = 'running'
+    WHERE s.state = 'running' AND s.id = ANY (ARRAY(SELECT unnest(steps) FROM dead))
     ORDER BY s.id FOR UPDATE OF s SKIP LOCKED
 ), moved AS (
     UPDATE {schema}.cyclone_steps s
@@ -45,7 +45,8 @@ WITH dead AS MATERIALIZED (
                      THEN format('the worker died %%s times while it ran this step; the last time: %%s', s.reclaims + 1, h.reason)
                      ELSE s.error END
     FROM held h
-    WHERE s.id = h.id AND s.claim = h.claim AND s.state = 'running' AND h.kept IS NOT TRUE
+    WHERE s.id = h.id AND s.id = ANY (ARRAY(SELECT id FROM held))
+      AND s.claim = h.claim AND s.state = 'running' AND h.kept IS NOT TRUE
     RETURNING s.id, s.run_id, s.node, s.kind, s.queue, s.isolated, s.priority, s.ord, s.state, s.attempts, s.reclaims, s.error,
               h.executed, h.reason, h.host
 ), tickets AS (
@@ -79,8 +80,10 @@ FROM (SELECT 1) one LEFT JOIN moved m ON true LEFT JOIN events e ON e.step = m.i
 -- Nodes of runs that dead workers were executing, at the limit of their kind.
 SELECT s.id, s.claim, s.run_id, s.kind, s.reclaims + 1, coalesce(l.end_reason, 'life unknown')
 FROM {schema}.cyclone_claims c LEFT JOIN {schema}.cyclone_lives l ON l.id = c.life
-CROSS JOIN LATERAL unnest(c.steps) AS held(step)
-JOIN {schema}.cyclone_steps s ON s.id = held.step AND s.claim = c.id AND s.state = 'running' AND s.graph IS NOT NULL
+CROSS JOIN LATERAL (
+    SELECT * FROM {schema}.cyclone_steps
+    WHERE id = ANY(c.steps) AND claim = c.id AND state = 'running' AND graph IS NOT NULL OFFSET 0
+) s
 JOIN {schema}.cyclone_kinds k ON k.kind = s.kind AND k.version = s.version
 WHERE (l.id IS NULL OR l.ended_at IS NOT NULL) AND coalesce(s.id = ANY(l.executing), true) AND s.reclaims + 1 >= k.max_reclaims
 ORDER BY s.id LIMIT 100;
