@@ -148,6 +148,19 @@ def test_a_claim_follows_the_key_of_the_tickets_and_stops_when_it_has_enough(
     assert factories.count(session, "cyclone_steps WHERE state = 'running'") == ROOM
 
 
+def test_a_claim_reads_as_little_from_many_queues(conn: Conn, session: Conn) -> None:
+    queues = [f"q{n}" for n in range(8)]
+    kinds = [f"kind{n}" for n in range(200)]
+    for n, queue in enumerate(queues):
+        factories.steps(conn, BACKLOG // 8, queue=queue, kind=kinds[n])
+    conn.execute("ANALYZE cyclone_steps, cyclone_ready")
+    params = {"life": factories.life(conn, kinds=kinds), "claim": 1, "queues": queues, "ranks": list(range(20))}
+    session.execute("SET LOCAL enable_seqscan = on")  # as behind a pooler
+    nodes = explain(session, "claim_steps", "force_custom_plan", **params, floors="{}", floor="0", room=30, now=None)
+    reads_little(nodes, 8 * 20)  # the places are sorted too
+    assert factories.count(session, "cyclone_steps WHERE state = 'running'") == 30
+
+
 @both_modes
 def test_a_claim_passes_over_what_others_hold_without_reading_further_than_it_must(
     dsn: str, conn: Conn, session: Conn, mode: str
