@@ -28,7 +28,7 @@ from .errors import (
 from .events import Hook, OnStepEvent, seen, seen_run
 from .handles import StepHandle, SyncStepHandle
 from .model import Cursor, Event, Page, RunID, RunInfo, StepInfo
-from .plan import Plan, drive, drive_sync
+from .plan import AsyncOwn, Own, Plan, drive, drive_sync
 from .registry import AsyncTx, Step, SyncTx
 from .states import EventKind, RunState
 
@@ -192,6 +192,7 @@ class Client(_ClientBase):
                 await self._check(conn)
             pool = _Pool(
                 self._dsn,
+                connection_class=AsyncOwn,
                 kwargs=self._connect,
                 min_size=_MIN_SIZE,
                 max_size=_MAX_SIZE,
@@ -199,7 +200,8 @@ class Client(_ClientBase):
                 name=self._application_name,
                 open=False,
             )
-            await pool.open()
+            # Whoever finds it empty makes it grow, and then calls take turns on connections that each have to warm up.
+            await pool.open(wait=True)
             self._pool = pool
 
     async def close(self) -> None:
@@ -522,6 +524,7 @@ class SyncClient(_ClientBase):
                 self._check(conn)
             pool = _SyncPool(
                 self._dsn,
+                connection_class=Own,
                 kwargs=self._connect,
                 min_size=_MIN_SIZE,
                 max_size=_MAX_SIZE,
@@ -529,7 +532,7 @@ class SyncClient(_ClientBase):
                 name=self._application_name,
                 open=False,
             )
-            pool.open()
+            pool.open(wait=True)
             self._pool = pool
 
     def close(self) -> None:

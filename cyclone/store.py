@@ -20,7 +20,7 @@ import psycopg
 
 from . import codec, config, db, graph, registry, wake
 from .errors import DuplicateError, InvalidInputError, InvalidOptionError, SubmitConflictError
-from .plan import Copy, Mark, Plan, Run
+from .plan import Ask, Copy, Mark, Plan, Run
 
 _COPY_FROM = 1_000
 _BLOCK = 500  # rows of a COPY that are sent at once
@@ -168,7 +168,7 @@ def store(statements: db.Statements, batch: Batch, *, notify: bool, now: datetim
     params = _params(batch, now)
     params |= {"inputs": _lines(batch.inputs), "channel": statements.channel, "notify": notify}
     if batch.keys is None:
-        ((told,),) = yield Run(statements["enqueue_steps"], params)
+        ((told,),) = yield Ask(statements["enqueue_steps"], params)
         ids = told.split(",")
         asleep = not ids[-1]
         if asleep:
@@ -194,7 +194,7 @@ def _store_by_copy(statements: db.Statements, batch: Batch, now: datetime | None
     yield Copy(statements["copy_steps"], _steps(ids, batch.inputs, bool(ready), _fields(step)))
     if ready:
         yield Copy(statements["copy_tickets"], _tickets(ids, _fields(ticket)))
-    return Stored(ids, bool(ready))  # whether somebody sleeps, is not asked beforehand
+    return Stored(ids, bool(ready))  # the statement that wakes looks whether somebody sleeps
 
 
 def _params(batch: Batch, now: datetime | None) -> dict[str, Any]:

@@ -18,14 +18,19 @@ import psycopg
 import pytest
 from factories import SQL, state, until
 from psycopg.pq import Trace
+from psycopg_pool import ConnectionPool
 
-from cyclone import claim, db, settle
+from cyclone import Client, SyncClient, claim, db, settle
 from cyclone.context import Context
 from cyclone.model import Failure, Outcome, Verb
 from cyclone.registry import step
 from cyclone.states import ErrorKind
 
 Conn = psycopg.Connection[Any]
+
+
+@step("charge")
+async def charge(ctx: Context) -> None: ...
 
 
 class Traced:
@@ -174,3 +179,43 @@ async def test_a_renewal_is_one_statement_for_all_that_a_worker_holds(dsn: str, 
         assert conn.execute("SELECT sum(xmin::text::bigint) FROM cyclone_steps").fetchone() == before
         release.set()
         await until(lambda: factories.count(conn, "cyclone_steps WHERE state = 'completed'") == 200)
+
+
+@pytest.mark.contract("F7")
+async def test_an_enqueue_costs_one_round_trip(dsn: str, conn: Conn, tmp_path: Path) -> None:
+    async with Client(dsn) as client:
+        for _ in range(10):
+            await charge.enqueue(client)
+        assert client._pool is not None
+        async with client._pool.connection() as own:
+            traced = Traced(tmp_path / "trace", own)
+        with traced.counted() as sent:
+            await charge.enqueue(client)
+        assert (round_trips(sent), sent["Parse"]) == (1, 0), sent
+        traced.close()
+
+
+def test_an_enqueue_costs_one_round_trip_in_a_thread_too(dsn: str, conn: Conn, tmp_path: Path) -> None:
+    with SyncClient(dsn) as client:
+        for _ in range(10):
+            charge.enqueue(client)
+        assert client._pool is not None
+        with client._pool.connection() as own:
+            traced = Traced(tmp_path / "trace", own)
+        with traced.counted() as sent:
+            charge.enqueue(client)
+        assert (round_trips(sent), sent["Parse"]) == (1, 0), sent
+        traced.close()
+
+
+@pytest.mark.contract("F7")
+@pytest.mark.parametrize("autocommit", [True, False])
+def test_on_connections_of_others_nothing_is_prepared(dsn: str, conn: Conn, autocommit: bool) -> None:
+    with ConnectionPool(dsn, kwargs={"autocommit": autocommit}, min_size=1, max_size=1) as pool:
+        client = SyncClient(pool=pool)
+        for _ in range(10):
+            charge.enqueue(client)
+        with pool.connection() as own, own.transaction():
+            for _ in range(10):
+                charge.enqueue_tx(client, own)
+            assert own.execute("SELECT name FROM pg_prepared_statements").fetchall() == []

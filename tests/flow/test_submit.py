@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -10,6 +11,7 @@ from typing import Any
 import msgspec
 import psycopg
 import pytest
+from factories import until
 from psycopg import conninfo
 from psycopg.rows import dict_row
 
@@ -516,3 +518,43 @@ def test_waking_leaves_the_session_durable(dsn: str, conn: psycopg.Connection) -
     sleep(conn)
     plan.drive_sync(conn, wake.sleepers(db.statements("public")))
     assert conn.execute("SHOW synchronous_commit").fetchone() == ("on",)
+
+
+async def test_an_error_of_the_database_comes_as_psycopg_raises_it(dsn: str, conn: psycopg.Connection) -> None:
+    async with Client(dsn) as client:
+        with SyncClient(dsn) as sync_client:
+            for _ in range(6):  # from the fifth on the statement stays prepared
+                await send_mail.enqueue(client, Mail("a"))
+                send_mail.enqueue(sync_client, Mail("a"))
+            conn.execute(
+                """CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION 'no é'; END $$;
+                CREATE TRIGGER refuse BEFORE INSERT ON cyclone_steps FOR EACH ROW EXECUTE FUNCTION refuse()"""
+            )
+            with pytest.raises(psycopg.errors.RaiseException, match="no é") as caught:
+                await send_mail.enqueue(client, Mail("a"))
+            assert caught.value.diag.context is not None and "cyclone_store" in caught.value.diag.context
+            with pytest.raises(psycopg.errors.RaiseException, match="no é"):
+                send_mail.enqueue(sync_client, Mail("a"))
+            conn.execute("DROP TRIGGER refuse ON cyclone_steps")
+            await send_mail.enqueue(client, Mail("a"))
+            send_mail.enqueue(sync_client, Mail("a"))
+    assert count(conn) == 14
+
+
+async def test_a_call_that_is_cancelled_leaves_its_connection_usable(dsn: str, conn: psycopg.Connection) -> None:
+    async with Client(dsn) as client:
+        for prepared in range(8):
+            with conn.transaction():
+                conn.execute("LOCK TABLE cyclone_steps")
+                call = asyncio.ensure_future(send_mail.enqueue(client, Mail("a")))
+                await until(lambda: blocked(conn))
+                call.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await call
+            await send_mail.enqueue(client, Mail(str(prepared)))
+    assert count(conn) == 8
+
+
+def blocked(conn: psycopg.Connection) -> bool:
+    row = conn.execute("SELECT EXISTS (SELECT FROM pg_locks WHERE NOT granted)").fetchone()
+    return row == (True,)

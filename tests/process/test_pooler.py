@@ -125,6 +125,17 @@ def behind(conn: Conn) -> list[tuple[int, str, str]]:
 SETTINGS = ("lock_timeout", "statement_timeout", "synchronous_commit", "enable_seqscan", "application_name")
 
 
+@pytest.mark.contract("F7")
+def test_a_producer_prepares_nothing_behind_a_pooler(dsn: str, bouncer: Bouncer) -> None:
+    for way, prepared in ((dsn, 1), (bouncer.dsn, 0)):
+        with cyclone.SyncClient(way) as client:
+            for n in range(10):
+                app.charge.enqueue(client, n)
+            assert client._pool is not None
+            with client._pool.connection() as own:  # behind the pooler, the connection that was used last is used again
+                assert live.value(own, "SELECT count(*) FROM pg_prepared_statements") == prepared
+
+
 @pytest.mark.contract("F6", "F7", "FM-030")
 def test_everything_works_through_a_pooler_in_transaction_mode(
     start_pool: live.Pools, told: live.Channel, conn: Conn, bouncer: Bouncer
