@@ -153,17 +153,22 @@ def enqueue(
         yield Mark.BEGIN
         stored = yield from _store_by_copy(statements, batch, now)
     else:
-        stored = yield from store(statements, batch, notify=False, now=now)
+        stored = yield from store(statements, batch, notify=None if batch.keys is None else False, now=now)
     yield Mark.COMMIT
+    if not stored.asleep:
+        return stored
+    if batch.keys is None and not batch.copy:
+        yield from wake.tell(statements)
     # A COPY has not asked whether anybody sleeps: it takes long enough to do so each time, and must not make it quiet.
-    if stored.asleep and (batch.copy or quiet is None or quiet.broken()):
+    elif batch.copy or quiet is None or quiet.broken():
         yield from wake.sleepers(statements, now=now)
     return stored
 
 
-def store(statements: db.Statements, batch: Batch, *, notify: bool, now: datetime | None = None) -> Plan[Stored]:
-    """Stores a batch by one statement, in whatever transaction is open; with `notify` it notifies too. Raises
-    DuplicateError when a unique key is taken, and then nothing is stored; the transaction can go on.
+def store(statements: db.Statements, batch: Batch, *, notify: bool | None, now: datetime | None = None) -> Plan[Stored]:
+    """Stores a batch by one statement, in whatever transaction is open; with `notify` it notifies too. None, without
+    keys: it may take over to notify, which is due at once after the commit. Raises DuplicateError when a unique key is
+    taken, and then nothing is stored; the transaction can go on.
     """
     params = _params(batch, now)
     params |= {"inputs": _lines(batch.inputs), "channel": statements.channel, "notify": notify}

@@ -20,7 +20,7 @@ from psycopg import sql
 
 from . import db
 from .errors import ConnectError
-from .plan import Plan, Run
+from .plan import Ask, Plan, Run
 
 log = logging.getLogger("cyclone")
 
@@ -58,6 +58,14 @@ def sleepers(statements: db.Statements, *, now: datetime | None = None) -> Plan[
     try:
         yield Run(statements["wake_sleepers"], {"channel": statements.channel, "now": now})
     except psycopg.Error as exc:  # what was committed stays, and whoever sleeps will find it without this
+        log.debug("could not notify: %s", exc)
+
+
+def tell(statements: db.Statements) -> Plan[None]:
+    """Notifies those for whom a submission has taken that over. A statement of its own, after the commit."""
+    try:
+        yield Ask(statements["notify"], {"channel": statements.channel})
+    except psycopg.Error as exc:  # as above
         log.debug("could not notify: %s", exc)
 
 

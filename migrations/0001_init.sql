@@ -317,7 +317,10 @@ END $cyclone$;
 -- step's own number. An empty id at the end says that somebody wants to be notified and was not within the last 10 ms, so
 -- that a flood of submissions does not queue for the lock that NOTIFY holds through its commit. It is judged by the clock of
 -- now: the transaction of a caller may have begun long ago. With `notify` the notification is part of the transaction, and
--- sleepers are only read, since a lock on one would last as long as that transaction.
+-- sleepers are only read, since a lock on one would last as long as that transaction. With null, for a call that is a
+-- transaction of its own, the empty id is given to one of all that come at the same moment, and it owes the notification:
+-- the others pass over the sleeper's row until that one has committed. If each that sees the sleeper asks on its own, of 32
+-- clients in 4 processes every tenth call does (measured: 9 % more CPU of the clients; so 2 %, and of the server none).
 --
 -- The shape is that of the quickest call for one input (server CPU without the waits, least of 20 runs: 182 us; two inserts
 -- by VALUES in a loop 181, but 110 us a step for many; one statement with modifying CTEs 254, as sets of functions in FROM
@@ -332,6 +335,7 @@ DECLARE
     due timestamptz := coalesce(scheduled_at, at + delay_s * interval '1 second');
     ids bigint[];
     told text;
+    sleepers bigint[];
     moment timestamptz;
 BEGIN
     IF due <= at THEN
@@ -359,6 +363,19 @@ BEGIN
                    WHERE z.until > moment AND z.notified_at < moment - interval '10 milliseconds') THEN
             IF notify THEN
                 PERFORM pg_notify(channel, '');
+            ELSIF notify IS NULL THEN
+                BEGIN
+                    SELECT array_agg(z.id) INTO sleepers FROM (
+                        SELECT z.id FROM {schema}.cyclone_sleepers z
+                        WHERE z.until > moment AND z.notified_at < moment - interval '10 milliseconds'
+                        FOR UPDATE SKIP LOCKED) z;
+                    IF sleepers IS NOT NULL THEN
+                        UPDATE {schema}.cyclone_sleepers z SET notified_at = moment WHERE z.id = ANY (sleepers);
+                        told := told || ',';
+                    END IF;
+                EXCEPTION WHEN OTHERS THEN
+                    NULL;  -- what is stored stays, and whoever sleeps will find it without this
+                END;
             ELSE
                 told := told || ',';
             END IF;

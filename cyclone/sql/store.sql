@@ -28,6 +28,10 @@ WITH quick AS MATERIALIZED (
 )
 SELECT count(*) FROM (SELECT pg_notify(%(channel)s, '') FROM woken LIMIT 1) told;
 
+-- name: notify
+-- For a submission that owes it, after its commit; nothing here needs to be durable either.
+SELECT pg_notify(%(channel)s::text, '')::text FROM (SELECT set_config('synchronous_commit', 'off', true) OFFSET 0) quick;
+
 -- name: draw_ids
 -- What a COPY needs to know beforehand: the ids, and what is the same in all rows, in the form that COPY takes. That depends
 -- on the encoding of the client, and inputs are in UTF-8; the setting ends with this transaction.

@@ -485,6 +485,19 @@ def test_a_sleeper_is_notified_once(
     assert notifications(listener) == 0, "it was notified a moment ago"
 
 
+def test_of_those_that_come_at_the_same_moment_one_owes_the_notification(dsn: str, conn: psycopg.Connection) -> None:
+    statements = db.statements("public")
+    batch = store.prepare(send_mail, [Mail("a")], {}, max_input_bytes=99)
+    sleep(conn)
+    with psycopg.connect(dsn) as one, psycopg.connect(dsn) as other:
+        assert plan.drive_sync(one, store.store(statements, batch, notify=None)).asleep
+        assert not plan.drive_sync(other, store.store(statements, batch, notify=None)).asleep, "nor does it wait"
+        other.commit()
+        one.rollback()  # it never came to notify, so the next one does
+        assert plan.drive_sync(other, store.store(statements, batch, notify=None)).asleep
+    assert count(conn) == 2
+
+
 @pytest.mark.contract("U10")
 def test_in_the_callers_transaction_the_notification_comes_with_the_commit(
     client: SyncClient, conn: psycopg.Connection, listener: psycopg.Connection[Any]
