@@ -283,32 +283,6 @@ CREATE VIEW {schema}.cyclone_all_runs AS
            enqueued_at, finished_at
     FROM {schema}.cyclone_steps WHERE id = run_id;
 
--- The end of a completion transaction, sent in one message with its COMMIT. Zero rows must undo what the handler wrote, and
--- the COMMIT is already behind this call: so the server itself refuses. A function rather than a statement, because its plans
--- stay with the session without the driver's preparing anything. The seal shows whether the handler ended the transaction.
-CREATE FUNCTION {schema}.cyclone_complete(step bigint, own_claim bigint, run bigint, seal text, new_output jsonb) RETURNS void
-LANGUAGE plpgsql AS $cyclone$
-BEGIN
-    IF current_setting('cyclone.seal', true) IS DISTINCT FROM seal THEN
-        RAISE EXCEPTION USING ERRCODE = 'CY002', MESSAGE = 'the handler ended its completion transaction';
-    END IF;
-    IF NOT {schema}.cyclone_complete_one(step, own_claim, run, new_output::text, NULL) THEN
-        RAISE EXCEPTION USING ERRCODE = 'CY001', MESSAGE = 'the lease of this step was lost';
-    END IF;
-END $cyclone$;
-
--- What a handler may have changed on the session goes with its step: the next one gets a clean connection. DISCARD ALL would
--- also drop what the driver has prepared, and cannot be part of a message.
-CREATE FUNCTION {schema}.cyclone_clean() RETURNS void LANGUAGE plpgsql AS $cyclone$
-BEGIN
-    RESET ALL;
-    RESET SESSION AUTHORIZATION;
-    UNLISTEN *;
-    EXECUTE 'CLOSE ALL';
-    DISCARD TEMP;
-    PERFORM pg_advisory_unlock_all();
-END $cyclone$;
-
 -- Stores one step for each input, and a ticket for each that is not to wait. A function rather than a statement, because its
 -- plans stay with the session: a producer prepares nothing, so that it can go through a pooler, and planning the statement
 -- anew each time took longer than running it (measured: see bench/README.md).

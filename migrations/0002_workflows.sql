@@ -448,20 +448,41 @@ BEGIN
 END $cyclone$;
 
 -- Completes one step in whatever transaction is open; with the id of its run if it is a node. False: the fence refused.
-CREATE FUNCTION {schema}.cyclone_complete_one(
-    step bigint, own_claim bigint, run bigint, new_output text, test_now timestamptz
+--
+-- With a seal it ends a completion transaction, and is sent in one message with its COMMIT. A refusal must undo what the handler
+-- wrote, and the COMMIT is already behind this call: so the server itself raises. The seal shows whether the handler ended the
+-- transaction. A function rather than a statement, because its plans stay with the session without the driver's preparing
+-- anything.
+CREATE FUNCTION {schema}.cyclone_complete(
+    step bigint, own_claim bigint, run bigint, new_output text, test_now timestamptz, seal text
 ) RETURNS boolean LANGUAGE plpgsql AS $cyclone$
 BEGIN
+    IF seal IS NOT NULL THEN
+        IF current_setting('cyclone.seal', true) IS DISTINCT FROM seal THEN
+            RAISE EXCEPTION USING ERRCODE = 'CY002', MESSAGE = 'the handler ended its completion transaction';
+        END IF;
+        -- A step that somebody has locked holds up the completion this long, and no longer.
+        PERFORM set_config('lock_timeout', '10s', true);
+    END IF;
     IF run IS NULL THEN
         UPDATE {schema}.cyclone_steps
         SET state = 'completed', output = new_output::jsonb, finished_at = coalesce(test_now, clock_timestamp()),
             error_kind = NULL, error = NULL, key_held = false
         WHERE id = step AND claim = own_claim AND state = 'running';
-        RETURN FOUND;
+        IF FOUND THEN
+            RETURN true;
+        END IF;
+    ELSE
+        PERFORM FROM {schema}.cyclone_complete_nodes(
+            ARRAY[step], ARRAY[own_claim], ARRAY[new_output], '{}', ARRAY[run], false, test_now) c WHERE c.id IS NOT NULL;
+        IF NOT FOUND THEN
+            RETURN true;
+        END IF;
     END IF;
-    PERFORM FROM {schema}.cyclone_complete_nodes(
-        ARRAY[step], ARRAY[own_claim], ARRAY[new_output], '{}', ARRAY[run], false, test_now) c WHERE c.id IS NOT NULL;
-    RETURN NOT FOUND;
+    IF seal IS NOT NULL THEN
+        RAISE EXCEPTION USING ERRCODE = 'CY001', MESSAGE = 'the lease of this step was lost';
+    END IF;
+    RETURN false;
 END $cyclone$;
 
 -- What the end of nodes that have just been discarded or cancelled means for their runs, which are locked: a failure that the

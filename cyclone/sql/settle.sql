@@ -113,5 +113,5 @@ SELECT made, id, state, claim FROM {schema}.cyclone_expand_map(
 -- name: complete_in
 -- Completes a step in a transaction of the handler's own. The caller raises on false, and whoever owns the transaction
 -- rolls it back; nothing is set on the connection, so the statement waits for a lock as its owner's settings say.
-SELECT {schema}.cyclone_complete_one(
-    %(id)s::bigint, %(claim)s::bigint, %(run)s::bigint, %(output)s::text, %(now)s::timestamptz)::integer;
+SELECT {schema}.cyclone_complete(
+    %(id)s::bigint, %(claim)s::bigint, %(run)s::bigint, %(output)s::text, %(now)s::timestamptz, NULL)::integer;
