@@ -39,6 +39,8 @@ _ParamsSeq = Sequence[Sequence[Any] | Mapping[str, Any]]
 
 T = TypeVar("T")
 
+_KEEP_S = 60.0  # so often what the pool has lent goes back to it
+
 # What a handler may have changed on the session goes with its step: the next one gets a clean connection. Not DISCARD
 # ALL, which would also drop what the driver has prepared, and cannot be part of a message. In a function of the server
 # they took twice as long.
@@ -362,7 +364,7 @@ def _finish(statements: db.Statements, step: Claimed, output: str | None, clean:
     rest.
     """
     schema = statements.quoted
-    value = sql.Literal(output).as_string()
+    value = "NULL" if output is None else sql.Literal(output).as_string()
     run = "NULL" if step.graph is None else step.run_id
     complete = f"SELECT {schema}.cyclone_complete({step.id}, {step.claim}, {run}, {value}, NULL, '{_seal(step)}')"
     return "; ".join((complete, "COMMIT", _CLEAN) if clean else (complete, "COMMIT")).encode()
@@ -378,6 +380,13 @@ class AsyncCompletions:
         self._pool: psycopg_pool.AsyncConnectionPool[AsyncTxConnection] | None = None
         self._size = options.completion_pool_size
         self._pooler = not options.notify
+        # Connections between two steps stay here, since to go through the pool for each step took as long as a message.
+        # From time to time all go back to it, which closes what is idle or old.
+        self._idle: list[AsyncTxConnection] = []
+        self._waiting = 0
+        self._closed = False
+        self._return: asyncio.TimerHandle | None = None
+        self._returning: asyncio.Task[None] | None = None
 
     async def begin(self, step: Claimed) -> AsyncTxConnection:
         pool = self._pool
@@ -396,10 +405,16 @@ class AsyncCompletions:
         start = time.perf_counter()
         while True:
             left_s = self._timeout_s - (time.perf_counter() - start)
-            try:
-                conn = await pool.getconn(max(left_s, 0.0))
-            except psycopg_pool.PoolTimeout as exc:
-                raise _too_late(self._timeout_s, self._size) from exc
+            if self._idle:
+                conn = self._idle.pop()
+            else:
+                self._waiting += 1
+                try:
+                    conn = await pool.getconn(max(left_s, 0.0))
+                except psycopg_pool.PoolTimeout as exc:
+                    raise _too_late(self._timeout_s, self._size) from exc
+                finally:
+                    self._waiting -= 1
             try:
                 await conn.message(_begin(step))
                 break
@@ -431,12 +446,31 @@ class AsyncCompletions:
         conn.lent = False
         if conn.info.transaction_status != TransactionStatus.IDLE:
             await conn.close()  # cheaper than cleaning after a failure, and sure
-        if self._pool is not None:
+        if self._waiting or conn.closed or self._closed:
+            assert self._pool is not None
             await self._pool.putconn(conn)
+        else:
+            self._idle.append(conn)
+            if self._return is None:
+                self._return = asyncio.get_running_loop().call_later(_KEEP_S, self._return_soon)
         metrics.tx_held(time.perf_counter() - held_since)
 
+    def _return_soon(self) -> None:
+        self._return = None
+        self._returning = asyncio.create_task(self._return_all())
+
+    async def _return_all(self) -> None:
+        while self._idle and self._pool is not None:
+            await self._pool.putconn(self._idle.pop())
+
     async def close(self) -> None:
+        self._closed = True
+        if self._return is not None:
+            self._return.cancel()
+        if self._returning is not None:
+            await self._returning
         if self._pool is not None:
+            await self._return_all()
             await self._pool.close()
 
 

@@ -399,6 +399,33 @@ async def test_the_next_step_gets_a_clean_connection(dsn: str, conn: Conn, outco
     assert seen == [('"$user", public', True, 0, 0, 0, 0, 2)]
 
 
+@pytest.mark.contract("FM-059", "X8")
+async def test_a_statement_that_is_cancelled_ends_in_the_server_too(dsn: str, conn: Conn) -> None:
+    rows = 20_000
+
+    @step("slow", timeout=0.3, backoff=NEVER)
+    async def slow(ctx: Context) -> None:
+        await (await ctx.completion_tx()).execute("SELECT pg_sleep(30)")
+
+    @step("copy")
+    async def copy(ctx: Context) -> int:
+        tx = await ctx.completion_tx()
+        async with tx.copy("COPY ledger (run_id, node) FROM STDIN") as into:
+            for n in range(rows):
+                await into.write_row((ctx.run_id, "x" * 100 + str(n)))
+        async with tx.copy("COPY ledger TO STDOUT") as out:
+            return len([row async for row in out.rows()])
+
+    first, second = factories.step(conn, "slow", priority=0), factories.step(conn, "copy")
+    async with factories.worker(dsn, slow, copy, concurrency=1, completion_pool_size=1):
+        await ended(conn, first, second)
+        assert not factories.count(
+            conn, "pg_stat_activity WHERE starts_with(query, 'SELECT pg_sleep') AND state = 'active'"
+        )
+    assert read(conn, first, "state", "error_kind") == ("scheduled", "timeout")
+    assert read(conn, second, "state", "output") == ("completed", rows)
+
+
 # When the commit itself fails
 
 
