@@ -380,20 +380,22 @@ class Worker:
         metrics.running(self._running)
         if self._times:
             self._flush_times()
-        self._give_back(self._ended_lately)
-        self._rate += 0.5 * (self._ended_lately / _BEAT_S - self._rate)
+        pace = self._ended_lately / _BEAT_S
+        # A pace that is over must not be believed: what goes back would be claimed ahead again, once a beat.
+        over = self._give_back(pace) or not self._ended_lately
+        self._rate = pace if over else (self._rate + pace) / 2
         self._ended_lately = 0
         self._heart = loop.call_later(_BEAT_S, self._beat, loop)
 
-    def _give_back(self, ended_lately: int) -> None:
+    def _give_back(self, pace: float) -> bool:
         """What was claimed ahead of a pace that has fallen since would wait behind handlers that may take hours, while
-        other workers are free: beyond about one second's worth it goes back.
+        other workers are free: beyond about one second's worth it goes back. Returns whether anything did.
         """
-        if not self._queue or self._stopping.is_set() or time.monotonic() - self._taken_at < _BEAT_S:
-            return
-        keep = int(ended_lately / _BEAT_S)
-        while len(self._queue) > keep:
+        if self._stopping.is_set() or time.monotonic() - self._taken_at < _BEAT_S or len(self._queue) <= pace:
+            return False
+        while len(self._queue) > pace:
             self._settler.add(Outcome(self._queue.pop(), Verb.RELEASE, called=False))
+        return True
 
     def _stalled(self) -> None:
         """The loop stands still. In a pool the process is replaced; a program that embeds the worker is not ended,

@@ -19,7 +19,7 @@ DASHBOARD = json.loads((Path(__file__).parents[2] / "grafana" / "cyclone-pool.js
 MEASURE_ALL = """
 from cyclone import metrics as m
 m.start(None)
-m.claimed(1, 2, 0.1, {"default": [0.1]})
+m.claimed(1, 2, 0.1, [("default", 0.1)])
 m.ran({("default", "resize"): [0.1]})
 m.settled({("default", "resize", "completed"): 1}, {("default", "resize", "timeout"): 1}, 1, 0.1)
 m.statement("claim_steps", 0.1)
