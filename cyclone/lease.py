@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import math
 import os
 import random
 import socket
@@ -73,7 +74,10 @@ class Keeper:
         self.valid_until = 0.0
         """By the monotonic clock, until when the lease surely holds: started or sent work may still count. A tenth of
         the lease is kept as a margin."""
+        self.calm = False
+        """Whether nothing runs, so that there can be no orders and the loop beats slowly."""
         self._stop = threading.Event()
+        self._bell = threading.Event()
         self._stalled = False
         self._renew_now = False
         self.began = threading.Event()
@@ -91,6 +95,12 @@ class Keeper:
     def stop(self) -> None:
         """Ends the life in the database and the thread."""
         self._stop.set()
+        self._bell.set()
+
+    def rouse(self) -> None:
+        """Steps are about to be executed: orders may come again."""
+        self.calm = False
+        self._bell.set()
 
     def abandon(self) -> None:
         """Ends the life although the loop stands still; a new one begins with the next renewal."""
@@ -150,8 +160,9 @@ class Keeper:
                 if rows:
                     self._on_orders(rows)
             self._watch()
-            wait = min(next_renewal - time.monotonic(), ORDERS_S, self._stall_limit_s / 4)
-            self._stop.wait(max(wait, 0.01))
+            wait = min(next_renewal - time.monotonic(), self._stall_limit_s / 4, math.inf if self.calm else ORDERS_S)
+            self._bell.wait(max(wait, 0.01))
+            self._bell.clear()
 
     def _renew(self, conn: psycopg.Connection[tuple[Any, ...]], sent: float) -> None:
         """Begins the life at first, renews it from then on. The validity counts from before the sending."""

@@ -140,15 +140,18 @@ async def tidy(conn: Connection, statements: db.Statements, *, now: object = Non
 
 
 async def look(conn: Connection, statements: db.Statements) -> None:
-    """Measures queues for the metrics: counters up to a cap, never scans of finished work."""
-    rows = await (await conn.execute(statements["queue_depths"], {"cap": _DEPTH_CAP, "now": None})).fetchall()
-    metrics.depth({queue: (n, oldest) for queue, n, oldest in rows})
-    rows = await (await conn.execute(statements["unclaimable"], {"cap": _DEPTH_CAP})).fetchall()
+    """Measures queues for the metrics: counters up to a cap, never scans of finished work. One round trip."""
+    async with conn.pipeline():
+        depths = await conn.execute(statements["queue_depths"], {"cap": _DEPTH_CAP, "now": None})
+        strange = await conn.execute(statements["unclaimable"], {"cap": _DEPTH_CAP})
+        scheduled = await conn.execute(statements["scheduled_count"], {"cap": _DEPTH_CAP})
+    metrics.depth({queue: (n, oldest) for queue, n, oldest in await depths.fetchall()})
+    rows = await strange.fetchall()
     for kind, version, n in rows:
         if n:
             log.warning("%d steps wait and there is no worker for kind %s (version %s)", n, kind, version)
     metrics.unclaimable({(kind, version): n for kind, version, n in rows})
-    row = await (await conn.execute(statements["scheduled_count"], {"cap": _DEPTH_CAP})).fetchone()
+    row = await scheduled.fetchone()
     assert row is not None
     metrics.scheduled(row[0])
 
@@ -234,7 +237,7 @@ class Sweeper:
                 random.getrandbits(62),
                 pipe.wake_one,
                 idle=self._idle,
-                refresh_s=self._interval_s,
+                refresh_s=self._interval_s * 2,
             )
             task = asyncio.create_task(listener.run(), name="cyclone listener")
         pause = 0.1

@@ -28,6 +28,7 @@ log = logging.getLogger("cyclone")
 # the lock that NOTIFY takes through its commit. Whoever is woken therefore looks once more after it.
 QUIET_S = 0.010
 ANSWER_S = 5.0
+_BUSY_S = 0.1
 
 
 class Quiet:
@@ -152,23 +153,28 @@ class Listener:
                 pause = min(pause * 2, 5.0)
 
     async def _listen(self, conn: psycopg.AsyncConnection[tuple[Any, ...]]) -> None:
-        first = True
+        told: bool | None = None  # what the server knows
+        due = 0.0
         while not self._stopped:
-            if self._idle():
+            idle, now = self._idle(), time.monotonic()
+            if idle is not told or now >= due:
                 # The answer also proves that the connection still carries: a dead one is noticed within seconds.
+                sleeper = {"sleeper": self._sleeper}
                 async with asyncio.timeout(ANSWER_S):
-                    await conn.execute(
-                        self._statements["sleep_until"],
-                        {"sleeper": self._sleeper, "seconds": self._refresh_s * 3, "now": None},
-                    )
-            else:
-                async with asyncio.timeout(ANSWER_S):
-                    await conn.execute(self._statements["sleep_no_more"], {"sleeper": self._sleeper})
-            if first:
-                first = False
-                self.connected.set()
-                self._on_news()
-            async for _ in conn.notifies(timeout=self._refresh_s, stop_after=1):
+                    if idle:
+                        await conn.execute(
+                            self._statements["sleep_until"], {**sleeper, "seconds": self._refresh_s * 3, "now": None}
+                        )
+                    else:
+                        await conn.execute(self._statements["sleep_no_more"], sleeper)
+                due = now + self._refresh_s
+                if told is None:
+                    self.connected.set()
+                    self._on_news()
+                told = idle
+            # Until somebody has heard that there are idle workers again, new work waits for the next poll.
+            pause = due - now if idle else min(due - now, _BUSY_S)
+            async for _ in conn.notifies(timeout=pause, stop_after=1):
                 self._on_news()
 
 

@@ -53,9 +53,13 @@ log = logging.getLogger("cyclone")
 
 EX_STALLED = 75
 _BEAT_S = 0.5
+# After so many beats with nothing to do a worker dozes: it looks after itself only every so often, since many workers
+# that wake twice a second take a core's percent or two for nothing.
+_CALM_BEATS = 10
+_DOZE_S = 5.0
 _PACE_S = 0.05
 _RECONCILE_S = 5.0
-_CALM_S = 60.0  # so long after a connection was made nothing of an earlier one is still on its way
+_DOUBT_S = 60.0  # so long after a connection broke or outcomes were dropped something may still be on its way
 _CLAIM_MOST = 1000
 _SETTLE_BATCH = 500
 _MAX_INPUT_BYTES = 1 << 20  # of what handlers enqueue; a client has its own limit
@@ -165,6 +169,7 @@ class Worker:
         self._page = page if page is not None else Page.private(self.options.concurrency)
         self._page.slots = 1 if alone else self.options.concurrency
         self._pooled = pooled
+        self._stall_limit_s = self.options.stall_limit_s or self.options.lease_s * 5
         self._alone = alone  # a pool's worker for isolated steps: one slot, and it ends when none waits
         self._alone_now = alone  # this worker has an isolated step in hand, or is about to look for one
         self._pipe = pipe
@@ -184,6 +189,8 @@ class Worker:
         self._ended_since = 0
         self._paced_at = 0.0
         self._rate = 0.0
+        self._calm = 0
+        self._doubt_until = 0.0
         self._thread_gate = _Gate(self.options.threads)
         self._tx_gate = _Gate(self.options.completion_pool_size)
         # What must be killed when it does not end computes, as a rule: more of them than cores would only take memory.
@@ -359,7 +366,7 @@ class Worker:
             kinds=[kind for kind, _ in pairs],
             versions=[version for _, version in pairs],
             page=self._page,
-            stall_limit_s=self.options.stall_limit_s or self.options.lease_s * 5,
+            stall_limit_s=self._stall_limit_s,
             on_began=soon(self._began.set),
             on_lost=soon(self._lose_everything),
             on_orders=soon(self._obey),
@@ -384,8 +391,16 @@ class Worker:
         # A pace that is over must not be believed: what goes back would be claimed ahead again, once a beat.
         over = self._give_back(pace) or not self._ended_lately
         self._rate = pace if over else (self._rate + pace) / 2
+        self._calm = 0 if self._unsettled or self._ended_lately else self._calm + 1
         self._ended_lately = 0
-        self._heart = loop.call_later(_BEAT_S, self._beat, loop)
+        self._keeper.calm = dozes = self._calm >= _CALM_BEATS
+        self._heart = loop.call_later(min(_DOZE_S, self._stall_limit_s / 4) if dozes else _BEAT_S, self._beat, loop)
+
+    def _rouse(self) -> None:
+        self._calm = 0
+        self._heart.cancel()
+        self._heart = self._loop.call_later(_BEAT_S, self._beat, self._loop)
+        self._keeper.rouse()
 
     def _give_back(self, pace: float) -> bool:
         """What was claimed ahead of a pace that has fallen since would wait behind handlers that may take hours, while
@@ -442,7 +457,7 @@ class Worker:
         """
         conn: psycopg.AsyncConnection[tuple[Any, ...]] | None = None
         pause = 0.1
-        reconciled = connected = time.monotonic()
+        reconciled = time.monotonic()
         await self._began.wait()
         try:
             while not self._stopping.is_set():
@@ -451,11 +466,10 @@ class Worker:
                         conn = await db.connect(self._dsn, application_name="cyclone claim", pooler=self._pooler)
                         if not self._pooler:
                             await conn.execute(claim.SESSION, prepare=False)
-                        connected = time.monotonic()
                         await self._reconcile(conn)
                         self._page.state = State.READY
                         self.ready.set()
-                    if time.monotonic() - reconciled > self._reconcile_s(connected):
+                    if time.monotonic() - reconciled > self._reconcile_s():
                         reconciled = time.monotonic()
                         await self._reconcile(conn)
                         if self._pipe is None and not self._alone_now:
@@ -479,6 +493,7 @@ class Worker:
                         await self._news.wait(min(self._poll_s(), self._claimer.recheck_s()))
                 except (psycopg.Error, ConnectError, OSError) as exc:
                     log.warning("claiming was interrupted and goes on in %.1f s: %s", pause, db.brief(exc))
+                    self._doubt()
                     if conn is not None:
                         await conn.close()
                         conn = None
@@ -531,14 +546,17 @@ class Worker:
     def _poll_s(self) -> float:
         """In a pool the sweeper polls for all; a worker's own poll is only for the case that nobody does."""
         spread = random.uniform(0.8, 1.2)
-        return self.options.poll_interval_s * spread * (10.0 if self._pipe is not None else 1.0)
+        return self.options.poll_interval_s * spread * (20.0 if self._pipe is not None else 1.0)
 
-    def _reconcile_s(self, connected: float) -> float:
-        """How often to compare claims with the database. Rarely in a pool that is idle: there may be many workers,
-        and a sweeper looks after isolated steps.
+    def _reconcile_s(self) -> float:
+        """How often to compare claims with the database. Rarely in a pool that is idle, unless there is a doubt: there
+        may be many workers, and a sweeper looks after isolated steps.
         """
-        calm = self._pipe is not None and not self._open_claims and time.monotonic() - connected > _CALM_S
-        return _RECONCILE_S * (6.0 if calm else 1.0)
+        calm = self._pipe is not None and not self._open_claims and time.monotonic() > self._doubt_until
+        return _RECONCILE_S * (12.0 if calm else 1.0)
+
+    def _doubt(self) -> None:
+        self._doubt_until = time.monotonic() + _DOUBT_S
 
     async def _reconcile(self, conn: psycopg.AsyncConnection[tuple[Any, ...]]) -> None:
         """Gives back claims under our life that we do not hold: their replies were lost, or outcomes of theirs were
@@ -565,6 +583,8 @@ class Worker:
         ready, decided = await self._resolver.resolve(conn, steps)
         if life != self._keeper.life:
             return  # lost meanwhile, before these were known as ours; the sweeper has them
+        if self._calm >= _CALM_BEATS:
+            self._rouse()
         self._open_claims[steps[0].claim] += len(steps)
         self._unsettled += len(steps)
         for outcome in decided:
@@ -733,6 +753,7 @@ class Worker:
         self._unsettled -= count
         if not certain:
             self._dropped_from.add(claim_id)
+            self._doubt()
         self._open_claims[claim_id] -= count
         if self._open_claims[claim_id] <= 0:
             del self._open_claims[claim_id]
