@@ -9,7 +9,6 @@ a rollback.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import (
@@ -19,7 +18,7 @@ from contextlib import (
     contextmanager,
     suppress,
 )
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn
 
 import psycopg
 import psycopg_pool
@@ -28,16 +27,13 @@ from psycopg.abc import PQGen, QueryNoTemplate
 from psycopg.errors import Diagnostic
 from psycopg.pq import ExecStatus, TransactionStatus
 from psycopg.rows import tuple_row
-from psycopg.waiting import Ready, Wait
 
-from . import config, db, metrics
+from . import config, db, metrics, waiting
 from .errors import CompletionTxError, LeaseLostError, PoolTimeoutError
 from .model import Claimed
 
 _Params = Sequence[Any] | Mapping[str, Any] | None
 _ParamsSeq = Sequence[Sequence[Any] | Mapping[str, Any]]
-
-T = TypeVar("T")
 
 _KEEP_S = 60.0  # so often what the pool has lent goes back to it
 
@@ -67,39 +63,12 @@ def _message(conn: psycopg.AsyncConnection[Any] | psycopg.Connection[Any], text:
             raise psycopg.errors.error_from_result(result, encoding=conn.info.encoding)
 
 
-class _Rest:
-    """What is left of a generator of the driver's that was advanced to `state`; begun by raising the interruption that
-    came meanwhile.
-    """
-
-    def __init__(self, gen: PQGen[Any], state: Wait, interruption: BaseException | None) -> None:
-        self._gen = gen
-        self._state = state
-        self._interruption = interruption
-
-    def __next__(self) -> Wait:
-        interruption, self._interruption = self._interruption, None
-        if interruption is not None:
-            raise interruption
-        return self._state
-
-    def send(self, ready: Ready) -> Wait:
-        return self._gen.send(ready)
-
-
-def _nothing_left(value: T) -> Generator[Any, Any, T]:
-    return value
-    yield
-
-
-class AsyncTxConnection(psycopg.AsyncConnection[Any]):
+class AsyncTxConnection(waiting.AsyncConnection):
     """A connection that refuses to be ended while a handler has it, and that remembers why the server ended it."""
 
     lent: bool = False
     ended_by: tuple[str, str] | None = None
     """The SQLSTATE and the message with which the server ended the session."""
-    _fd: int = -1
-    _waiter: asyncio.Future[None] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -108,60 +77,6 @@ class AsyncTxConnection(psycopg.AsyncConnection[Any]):
     async def message(self, text: bytes) -> None:
         async with self.lock:
             await self.wait(_message(self, text))
-
-    async def wait(self, gen: PQGen[T], interval: float = 0.1, timeout: float | None = None) -> T:
-        """What the driver's own does. That gives the loop a reader and a timer for each wait and takes them away again,
-        which cost 40 µs of the 90 µs that a message takes. Here the reader stays, and all that is not plain waiting for
-        a reply (a send that blocks, an interruption, a limit of time) is left to the driver.
-        """
-        if timeout is not None:
-            return await super().wait(gen, interval, timeout)
-        try:
-            state = next(gen)
-        except StopIteration as ended:
-            # Lets others have their turn when this has been going on for long.
-            return await super().wait(_nothing_left(ended.value), interval)
-        interruption: BaseException | None = None
-        try:
-            while state == Wait.R and interruption is None:
-                try:
-                    await self._readable()
-                except BaseException as exc:
-                    interruption = exc
-                else:
-                    state = gen.send(Ready.R)
-                    # A whole reply comes at once, as a rule. If not, it may have been an error of the socket, after
-                    # which uvloop's reader says nothing more.
-                    self._unwatch()
-        except StopIteration as ended:
-            return cast("T", ended.value)
-        self._unwatch()
-        return await super().wait(cast("PQGen[T]", _Rest(gen, state, interruption)), interval)
-
-    async def _readable(self) -> None:
-        loop = asyncio.get_running_loop()
-        if self._fd < 0:
-            # A descriptor of our own: the driver closes its own when the connection breaks, and the loop must never
-            # watch a number that has become another file.
-            self._fd = os.dup(self.pgconn.socket)
-            loop.add_reader(self._fd, self._arrived)
-        waiter = self._waiter = loop.create_future()
-        try:
-            await waiter
-        finally:
-            self._waiter = None
-
-    def _arrived(self) -> None:
-        if self._waiter is None:  # unasked: nobody reads it now, and the loop must not spin on it
-            self._unwatch()
-        elif not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def _unwatch(self) -> None:
-        if self._fd >= 0:
-            asyncio.get_running_loop().remove_reader(self._fd)
-            os.close(self._fd)
-            self._fd = -1
 
     def _heard(self, notice: Diagnostic) -> None:
         if notice.severity_nonlocalized == "FATAL":
@@ -180,7 +95,6 @@ class AsyncTxConnection(psycopg.AsyncConnection[Any]):
     async def close(self) -> None:
         if self.lent:
             _refuse("close")
-        self._unwatch()
         await super().close()
 
     async def set_autocommit(self, value: bool) -> None:

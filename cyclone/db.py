@@ -17,6 +17,7 @@ from psycopg.abc import AdaptContext, Buffer
 from psycopg.adapt import Dumper, Loader
 from psycopg.pq import Format
 
+from . import waiting
 from .errors import ConnectError, InvalidOptionError
 
 log = logging.getLogger("cyclone")
@@ -212,7 +213,7 @@ async def connect(dsn: str, *, application_name: str, pooler: bool = False) -> p
     With `pooler` it sets nothing and prepares nothing, so that it can go through a pooler in transaction mode.
     """
     try:
-        conn = await psycopg.AsyncConnection.connect(dsn, autocommit=True, **connect_options(dsn, application_name))
+        conn = await waiting.AsyncConnection.connect(dsn, autocommit=True, **connect_options(dsn, application_name))
     except psycopg.OperationalError as exc:
         raise unreachable(dsn, exc) from exc
     adapt(conn)

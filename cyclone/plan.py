@@ -23,6 +23,8 @@ from psycopg.pq import ExecStatus, TransactionStatus
 from psycopg.pq.abc import PGresult
 from psycopg.rows import tuple_row
 
+from . import waiting
+
 T = TypeVar("T")
 Rows: TypeAlias = list[tuple[Any, ...]]
 
@@ -81,7 +83,7 @@ class _Remembered:
     prepared: frozenset[bytes] = frozenset()
 
 
-class AsyncOwn(_Remembered, psycopg.AsyncConnection[Any]):
+class AsyncOwn(_Remembered, waiting.AsyncConnection):
     """A connection of an async client's own: in autocommit, and never in pipeline mode."""
 
 
