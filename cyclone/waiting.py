@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 import psycopg
 from psycopg.abc import PQGen
+from psycopg.pq import ConnStatus
 from psycopg.waiting import Ready, Wait
 
 T = TypeVar("T")
@@ -75,10 +76,16 @@ class AsyncConnection(psycopg.AsyncConnection[Any]):
         except StopIteration as ended:
             return cast("T", ended.value)
         self._unwatch()
+        if self.pgconn.status == ConnStatus.BAD:
+            # The driver's own would not even begin. What the generator does at its end would then be done, and fail,
+            # when it is collected.
+            gen.throw(interruption or psycopg.OperationalError("the connection is lost"))
         return await super().wait(cast("PQGen[T]", _Rest(gen, state, interruption)), interval)
 
     async def _readable(self) -> None:
         loop = asyncio.get_running_loop()
+        if self._fd >= 0 and self._loop is not loop:
+            self._unwatch()
         if self._fd < 0:
             # A descriptor of our own: the driver closes its own when the connection breaks, and the loop must never
             # watch a number that has become another file.
