@@ -54,7 +54,13 @@ def bench_many(meter: Meter, server: Server) -> None:
                 **costs(used, count, "client"),
             }
 
-    meter.measure(f"{count:,} in one call", one_round, bars=("steps/s", "yardstick/s"), against="COPY")
+    meter.measure(
+        f"{count:,} in one call",
+        one_round,
+        bars=("steps/s", "yardstick/s"),
+        against="COPY",
+        goal=("ratio", ">=", 0.60),
+    )
 
 
 def _copy(dsn: str, messages: list[work.Message]) -> float:
@@ -92,7 +98,13 @@ def bench_single(meter: Meter, server: Server, client: str) -> None:
                 **costs(used, count, "client"),
             }
 
-    meter.measure(f"one by one, {client} client", one_round, bars=("steps/s", "yardstick/s"), against="pgbench")
+    meter.measure(
+        f"one by one, {client} client",
+        one_round,
+        bars=("steps/s", "yardstick/s"),
+        against="pgbench",
+        goal=("ratio", ">=", 0.70),
+    )
 
 
 def _one_by_one(dsn: str, messages: list[work.Message]) -> Generator[Timed, float, float]:

@@ -41,7 +41,12 @@ def bench_idle(meter: Meter, server: Server) -> None:
                 "connections": server.ask("SELECT count(*) FROM pg_stat_activity WHERE datname = %s", name),
             }
 
-    meter.measure(f"pool of {_PROCS}", one_round, bars=("statements/s", "CPU % pool", "CPU % server"))
+    meter.measure(
+        f"pool of {_PROCS}",
+        one_round,
+        bars=("statements/s", "CPU % pool", "CPU % server"),
+        goal=("statements/s", "<=", 5.0),
+    )
 
 
 # Outside a transaction block each statement is one transaction. Asked on another database, so not counted itself.
