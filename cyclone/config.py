@@ -231,6 +231,11 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_error_bytes: int = 16 << 10
     """At which size a stored error and its traceback are cut."""
 
+    @property
+    def stall_after_s(self) -> float:
+        """How long the event loop may stand still, with the default put in."""
+        return self.stall_limit_s or self.lease_s * 5
+
 
 def worker_options(**given: Any) -> WorkerOptions:
     """The options of a worker from their public names (`WorkerArguments`), all checked.

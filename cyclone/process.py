@@ -226,7 +226,7 @@ async def _sweeper(spec: Spec) -> int:
     served = spec.listener and health.Server(
         spec.listener,
         spec.pages,
-        stall_limit_s=spec.options.stall_limit_s or spec.options.lease_s * 5,
+        stall_limit_s=spec.options.stall_after_s,
         sweeper_silence_s=_SWEEPER_SILENCE_S if spec.sweeps else None,
     )
     stopped = asyncio.Event()

@@ -169,7 +169,6 @@ class Worker:
         self._page = page if page is not None else Page.private(self.options.concurrency)
         self._page.slots = 1 if alone else self.options.concurrency
         self._pooled = pooled
-        self._stall_limit_s = self.options.stall_limit_s or self.options.lease_s * 5
         self._alone = alone  # a pool's worker for isolated steps: one slot, and it ends when none waits
         self._alone_now = alone  # this worker has an isolated step in hand, or is about to look for one
         self._pipe = pipe
@@ -366,7 +365,7 @@ class Worker:
             kinds=[kind for kind, _ in pairs],
             versions=[version for _, version in pairs],
             page=self._page,
-            stall_limit_s=self._stall_limit_s,
+            stall_limit_s=self.options.stall_after_s,
             on_began=soon(self._began.set),
             on_lost=soon(self._lose_everything),
             on_orders=soon(self._obey),
@@ -394,7 +393,9 @@ class Worker:
         self._calm = 0 if self._unsettled or self._ended_lately else self._calm + 1
         self._ended_lately = 0
         self._keeper.calm = dozes = self._calm >= _CALM_BEATS
-        self._heart = loop.call_later(min(_DOZE_S, self._stall_limit_s / 4) if dozes else _BEAT_S, self._beat, loop)
+        self._heart = loop.call_later(
+            min(_DOZE_S, self.options.stall_after_s / 4) if dozes else _BEAT_S, self._beat, loop
+        )
 
     def _rouse(self) -> None:
         self._calm = 0
